@@ -1,0 +1,377 @@
+"""Advantage estimators: from the reward table of a generation batch to one number a rollout, or one a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .grouping import group_baseline_and_std
+from .kl import kl_penalty
+from .loss_config import ClippedPGLossConfig, check_types, numbers_from_text, reject_unknown_keys
+from .reductions import masked_sum
+from .rewards import component_weights, weighted_sum
+
+NORMALIZE_EPSILON = 1e-6
+WHITEN_VARIANCE_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class AdvEstimatorConfig:
+    """The knobs of an advantage estimator; checked once, when made.
+
+    Args:
+        name: "grpo", "gdpo" or "reinforce_plus_plus".
+        use_leave_one_out_baseline: a rollout is left out of its own baseline and std (grpo, gdpo).
+        normalize_rewards: divide by the std of the group where it is > 0 (grpo, gdpo).
+        minus_baseline: subtract the group mean (reinforce_plus_plus).
+        advantage_clip_low: lower clamp of the advantage, the last step; `None` for none.
+        advantage_clip_high: upper clamp.
+
+    Raises:
+        TypeError: a knob has the wrong type.
+        ValueError: the name is not known, the clamps cross, or a knob does nothing for this estimator.
+
+    Example:
+        >>> AdvEstimatorConfig(name="gdpo").use_leave_one_out_baseline
+        True
+    """
+
+    name: str = "grpo"
+    use_leave_one_out_baseline: bool = True
+    normalize_rewards: bool = True
+    minus_baseline: bool = True
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        reject_unknown_keys([self.name], ADVANTAGE_ESTIMATORS, "`adv_estimator`")
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"advantage_clip_low={low} is above advantage_clip_high={high}: no advantage is in between.")
+        if self.name != "reinforce_plus_plus" and not self.minus_baseline:
+            raise ValueError(
+                f"minus_baseline=False with name={self.name!r}: only reinforce_plus_plus reads it, a group-relative "
+                "estimator is its baseline. Remove it, or use name='reinforce_plus_plus'."
+            )
+
+    @classmethod
+    def from_dict(cls, knobs: Mapping[str, Any]) -> AdvEstimatorConfig:
+        """Builds the config from a mapping; an unknown key is a `ValueError` that names the nearest known one."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        reject_unknown_keys(knobs, known, "The advantage estimator (`adv_estimator`)")
+        return cls(**numbers_from_text(cls, knobs))
+
+
+def normalized_advantage(rewards: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
+    """Group-relative advantage of one reward.
+
+        A_i = r_i - b_i,   divided by (std_i + 1e-6) where std_i > 0
+
+    Args:
+        rewards: `[N]`, NaN where there is none.
+        group_ids: `[N]`.
+        leave_one_out: whether a row is left out of its own `b_i` and `std_i`.
+        normalize: whether to divide.
+
+    Returns:
+        `[N]`; exactly 0 for a row without a reward, without company, or in a group of equal rewards.
+
+    Source:
+        GRPO, arXiv:2402.03300.
+
+    Example:
+        >>> rewards, one_group = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
+        >>> normalized_advantage(rewards, one_group, leave_one_out=False, normalize=False).tolist()
+        [0.75, -0.25, -0.25, -0.25]
+    """
+    baseline, std = group_baseline_and_std(rewards, group_ids, leave_one_out=leave_one_out)
+    advantage = rewards - baseline
+    if normalize:
+        advantage = torch.where(std > 0, advantage / (std + NORMALIZE_EPSILON), advantage)
+    return torch.where(advantage.isnan(), torch.zeros_like(advantage), advantage)
+
+
+def whiten_rows(values: Tensor, valid: Tensor, resolution: Tensor) -> Tensor:
+    """Whitening over rows, `(x - mean) / std` with the unbiased std, over the valid rows; 0 elsewhere.
+
+    What rounding alone can have left is taken as 0: a mean, or a spread of all values, within `resolution`. Two
+    components that cancel leave 1e-8 of noise, which a division by its own std would turn into advantages of 1.
+
+    Args:
+        values: `[N]`.
+        valid: `[N]` bool.
+        resolution: scalar, the rounding error of `values`.
+
+    Returns:
+        `[N]`.
+
+    Example:
+        >>> x, valid = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
+        >>> whiten_rows(x, valid, torch.tensor(0.0)).tolist()
+        [-0.7071067690849304, 0.7071067690849304, 0.0]
+    """
+    count = valid.sum()
+    mean = masked_sum(values, valid) / count.clamp(min=1)
+    mean = torch.where(mean.abs() <= resolution, torch.zeros_like(mean), mean)
+    centered = torch.where(valid, values - mean, torch.zeros_like(values))
+    spread = values.masked_fill(~valid, -torch.inf).amax() - values.masked_fill(~valid, torch.inf).amin()
+    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(spread > resolution, centered / std, torch.zeros_like(centered))
+
+
+def whiten_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Whitening over tokens, `(x - mean) * rsqrt(max(var, 1e-8))` with the biased variance; zeros if no token is valid.
+
+    Args:
+        values: `[N, T]`.
+        mask: `[N, T]` bool.
+
+    Returns:
+        `[N, T]`; masked positions are scaled by the same mean and variance, and are of no meaning.
+
+    Source:
+        REINFORCE++, arXiv:2501.03262.
+
+    Example:
+        >>> whiten_tokens(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])).tolist()
+        [[-1.0, 1.0]]
+    """
+    count = mask.sum().clamp(min=1)
+    mean = masked_sum(values, mask) / count
+    variance = masked_sum((values - mean).square(), mask) / count
+    varies = values.masked_fill(~mask, -torch.inf).amax() > values.masked_fill(~mask, torch.inf).amin()
+    whitened = (values - mean) * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
+    return torch.where(varies, whitened, torch.zeros_like(values))
+
+
+class AdvantageEstimator:
+    """What the estimators share: the reward table, who is valid, the clamp.
+
+    A new estimator defines `_estimate` and takes a line in `ADVANTAGE_ESTIMATORS`.
+
+    Args:
+        config: the knobs of the estimator.
+        loss_config: the knobs of the loss, which say whether the KL belongs to the reward.
+    """
+
+    token_level: ClassVar[bool] = False  # one advantage a token instead of one a rollout
+    allows_kl_in_reward: ClassVar[bool] = True
+
+    def __init__(self, config: AdvEstimatorConfig, loss_config: ClippedPGLossConfig | None = None) -> None:
+        self.config = config
+        self.loss_config = loss_config or ClippedPGLossConfig()
+        if self.loss_config.use_kl_in_reward and not self.allows_kl_in_reward:
+            raise ValueError(
+                f"use_kl_in_reward=True with adv_estimator {config.name!r}: which component would carry the KL is not "
+                "defined. Use the KL term of the loss (use_kl_in_reward=False), or another estimator."
+            )
+
+    def compute_advantage(
+        self,
+        group_ids: Tensor,
+        rewards: Mapping[str, Tensor],
+        mask: Tensor,
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the advantages of a generation batch (the rollouts of all processes).
+
+        Args:
+            group_ids: `[N]` integers, equal for the rollouts of one prompt draw.
+            rewards: component name -> `[N]`, floating point, NaN where a component does not apply to a row.
+            mask: `[N, T]`, 1 on tokens that count. A row without any neither votes nor receives an advantage. An
+                estimator with one advantage a rollout takes `[N, 1]` as well.
+            reward_weights: component name -> weight, 1 for a component that is not named.
+            logprobs_policy: `[N, T]`, `prev`, nats; needed with `use_kl_in_reward`.
+            logprobs_reference: `[N, T]`, `ref`, nats; needed with `use_kl_in_reward`.
+
+        Returns:
+            `[N]`, or `[N, T]` from a token-level estimator, in float32 (float64 for float64 rewards).
+
+        Raises:
+            TypeError: `rewards` is not a mapping.
+            ValueError: shapes do not match, a weight has no component, log-probabilities are missing.
+        """
+        names, table = _reward_table(rewards, group_ids, mask)
+        weights = torch.tensor(
+            component_weights(names, reward_weights or {}), dtype=table.dtype, device=table.device
+        )
+        mask = mask.bool()
+        if not len(group_ids):
+            return table.new_zeros(mask.shape if self.token_level else 0)
+        # A row that is masked out or that nothing could score does not vote.
+        valid = mask.any(-1) & ~table.isnan().all(-1)
+        table = table.masked_fill(~valid[:, None], torch.nan)
+        kl = self._kl_in_reward(mask, table.dtype, logprobs_policy, logprobs_reference)
+        advantages = self._estimate(group_ids, names, table, weights, mask & valid[:, None], kl)
+        low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
+        return advantages if low is None and high is None else advantages.clamp(low, high)
+
+    def _estimate(
+        self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _kl_in_reward(
+        self, mask: Tensor, dtype: torch.dtype, policy: Tensor | None, reference: Tensor | None
+    ) -> Tensor | None:
+        """`beta * kl_t`, `[N, T]`, or `None` where the KL is no part of the reward."""
+        loss = self.loss_config
+        if not loss.use_kl_in_reward:
+            return None
+        if policy is None or reference is None:
+            raise ValueError(
+                "use_kl_in_reward=True needs logprobs_policy and logprobs_reference, [N, T]: the log-probabilities of "
+                "the rollout under the policy that is trained and under the reference."
+            )
+        if policy.shape != mask.shape or reference.shape != mask.shape:
+            raise ValueError(
+                f"logprobs_policy has shape {list(policy.shape)} and logprobs_reference {list(reference.shape)}: both "
+                f"must have the shape of mask, {list(mask.shape)}."
+            )
+        log_ratio = (reference - policy).to(dtype)
+        log_ratio = torch.where(mask | log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
+        return loss.reference_policy_kl_penalty * kl_penalty(
+            log_ratio,
+            loss.reference_policy_kl_type,
+            input_clamp=loss.kl_input_clamp_value,
+            output_clamp=loss.kl_output_clamp_value,
+        )
+
+
+class GRPOAdvantageEstimator(AdvantageEstimator):
+    """Group-relative advantage of the weighted sum of the components.
+
+        r_i = sum_k w_k r_ik  (- beta * sum_t kl_it  with use_kl_in_reward)
+        A_i = (r_i - b_i) / (std_i + 1e-6)
+
+    with `b_i`, `std_i` from `grouping.group_baseline_and_std`; not divided where `std_i` is 0 or without
+    `normalize_rewards`. Leave-one-out without division is RLOO.
+
+    Source:
+        DeepSeekMath, arXiv:2402.03300; RLOO, arXiv:2402.14740.
+    """
+
+    def _estimate(
+        self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
+    ) -> Tensor:
+        rewards = weighted_sum(table, weights)
+        if kl is not None:
+            rewards = rewards - masked_sum(kl, mask, dim=-1)
+        return normalized_advantage(
+            rewards,
+            group_ids,
+            leave_one_out=self.config.use_leave_one_out_baseline,
+            normalize=self.config.normalize_rewards,
+        )
+
+
+class GDPOAdvantageEstimator(AdvantageEstimator):
+    """Each component is compared with its group and normalised on its own; the sum is whitened over the batch.
+
+        A_ik = (r_ik - b_ik) / (std_ik + 1e-6)      for each component k
+        S_i  = sum_k w_k A_ik
+        A_i  = (S_i - mean(S)) / std(S)             over all valid rows of the generation batch
+
+    Rewards that differ in scale or hit rate keep their say, where the sum of the rewards would let the loudest speak.
+
+    Source:
+        GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv:2601.05242.
+    """
+
+    allows_kl_in_reward = False
+
+    def _estimate(
+        self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
+    ) -> Tensor:
+        if len(names) < 2:
+            raise ValueError(
+                f"gdpo needs at least two reward components, but saw {len(names)}: {names}. Return several named "
+                'components from the reward functions, or use adv_estimator="grpo".'
+            )
+        terms = weights * torch.stack(
+            [
+                normalized_advantage(
+                    column,
+                    group_ids,
+                    leave_one_out=self.config.use_leave_one_out_baseline,
+                    normalize=self.config.normalize_rewards,
+                )
+                for column in table.unbind(-1)
+            ],
+            dim=-1,
+        )
+        # Sums of K terms, each from a few rounded operations.
+        resolution = 16 * len(names) * torch.finfo(table.dtype).eps * terms.abs().amax()
+        return whiten_rows(terms.sum(-1), mask.any(-1), resolution)
+
+
+class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
+    """The reward less the mean of its group, spread over the tokens and whitened over all tokens of the batch.
+
+        A_it = r_i - mean_group(r)   (- beta * kl_it  with use_kl_in_reward)
+        A_it <- (A_it - mean(A)) * rsqrt(max(var(A), 1e-8))
+
+    `minus_baseline=False` leaves the group mean out. Long rollouts weigh more, since whitening is over tokens.
+
+    Source:
+        REINFORCE++, arXiv:2501.03262.
+    """
+
+    token_level = True
+
+    def _estimate(
+        self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
+    ) -> Tensor:
+        rewards = weighted_sum(table, weights)
+        if self.config.minus_baseline:
+            rewards = normalized_advantage(rewards, group_ids, leave_one_out=False, normalize=False)
+        advantages = rewards[:, None].expand_as(mask)
+        advantages = whiten_tokens(advantages if kl is None else advantages - kl, mask)
+        return torch.where(mask.any(-1, keepdim=True), advantages, torch.zeros_like(advantages))
+
+
+ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
+    "grpo": GRPOAdvantageEstimator,
+    "gdpo": GDPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+}
+
+
+def get_advantage_estimator(
+    config: AdvEstimatorConfig, loss_config: ClippedPGLossConfig | None = None
+) -> AdvantageEstimator:
+    """The estimator that `config.name` names.
+
+    Raises:
+        ValueError: the estimator cannot do what `loss_config` asks (`use_kl_in_reward` with gdpo).
+    """
+    return ADVANTAGE_ESTIMATORS[config.name](config, loss_config)
+
+
+def _reward_table(rewards: Mapping[str, Tensor], group_ids: Tensor, mask: Tensor) -> tuple[list[str], Tensor]:
+    """Component names and the table `[N, K]`; shapes are checked before any arithmetic."""
+    if not isinstance(rewards, Mapping):
+        raise TypeError(f"rewards is a {type(rewards).__name__}: it must map component names to [N] tensors.")
+    if not rewards:
+        raise ValueError("rewards holds no component: at least one is needed.")
+    if group_ids.dim() != 1 or mask.dim() != 2 or mask.shape[0] != group_ids.shape[0]:
+        raise ValueError(
+            f"group_ids has shape {list(group_ids.shape)} and mask {list(mask.shape)}: they must be [N] and [N, T]."
+        )
+    for name, column in rewards.items():
+        if column.shape != group_ids.shape:
+            raise ValueError(
+                f"reward component {name!r} has shape {list(column.shape)}: it must have the shape of group_ids, "
+                f"{list(group_ids.shape)}."
+            )
+    table = torch.stack([column.detach() for column in rewards.values()], dim=-1)
+    return list(rewards), table.to(torch.promote_types(table.dtype, torch.float32))

@@ -1,0 +1,333 @@
+"""`GRPOExtConfig`: TRL's `GRPOConfig` with an advantage estimator and a loss, resolved and checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trl import GRPOConfig
+
+from .advantages import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, get_advantage_estimator
+from .loss_config import PRESETS, ClippedPGLossConfig, reject_unknown_keys
+
+# TRL's loss types, as what our loss averages over. `dr_grpo` differs from `dapo` in the denominator alone, which the
+# trainer chooses.
+TOKEN_LEVEL_LOSS_TYPES = ("dapo", "bnpo", "dr_grpo", "cispo")
+LOSS_TYPES = ("grpo", *TOKEN_LEVEL_LOSS_TYPES)
+
+# TRL's fields and the knobs that say the same. A knob that is named wins over its field; naming both with different
+# values is an error.
+LOSS_FIELDS = {
+    "beta": ("reference_policy_kl_penalty",),
+    "epsilon": ("ratio_clip_min",),
+    "epsilon_high": ("ratio_clip_max",),
+    "delta": ("ratio_clip_c",),
+    "loss_type": ("token_level_loss", "use_cispo"),
+    "importance_sampling_level": ("sequence_level_importance_ratios",),
+    "use_bias_correction_kl": ("kl_importance_weight",),
+}
+ADVANTAGE_FIELDS = {
+    "multi_objective_aggregation": ("name",),
+    "scale_rewards": ("normalize_rewards",),
+    "advantage_clip_low": ("advantage_clip_low",),
+    "advantage_clip_high": ("advantage_clip_high",),
+}
+# What a preset says about these is a number of its paper, which TRL's own field may replace; the rest is what the
+# method is.
+PRESET_NUMBERS = ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+
+# Fields that only losses which are refused would read.
+REFUSED_FIELDS = {
+    name: "only the losses 'sapo' and 'vespo' read it, which this trainer does not have"
+    for name in (
+        "sapo_temperature_neg",
+        "sapo_temperature_pos",
+        "vespo_k_pos",
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "vespo_lambda_neg",
+    )
+}
+
+
+@dataclass
+class GRPOExtConfig(GRPOConfig):
+    """`GRPOConfig` with NeMo-RL's advantage estimators and loss.
+
+    One rule joins the two sets of names: a knob of `adv_estimator` or `loss_fn` that you do not name keeps the meaning
+    of TRL's own field (`beta`, `epsilon`, `epsilon_high`, `delta`, `loss_type`, `importance_sampling_level`,
+    `use_bias_correction_kl`, `scale_rewards`, `multi_objective_aggregation`), so that a TRL script keeps its
+    objective. A knob that you name wins, and TRL's field is set to agree. Naming both with different values is a
+    `ValueError`.
+
+    After construction `adv_estimator` is an `AdvEstimatorConfig` and `loss_fn` a `ClippedPGLossConfig`.
+
+    Args:
+        adv_estimator: a name ("grpo", "gdpo", "reinforce_plus_plus"), a dict of the knobs of `AdvEstimatorConfig`, the
+            same as a JSON string, or an `AdvEstimatorConfig`.
+        loss_fn: the name of a preset, a dict of the knobs of `ClippedPGLossConfig` (its key `name` may hold a preset
+            that the other keys change), the same as a JSON string, or a `ClippedPGLossConfig`.
+        advantage_clip_low: lower clamp of the advantages, the last step of every estimator.
+        advantage_clip_high: upper clamp.
+        reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
+            component name (1 for a component that it does not name), also as a JSON string.
+
+    Raises:
+        TypeError: a block or a knob has the wrong type.
+        ValueError: an unknown key, a combination that cannot be, or a field of TRL's that cannot be honoured.
+
+    Example:
+        >>> args = GRPOExtConfig(output_dir="out", adv_estimator="gdpo", loss_fn={"ratio_clip_max": 0.28})
+        >>> args.adv_estimator.name, args.loss_fn.ratio_clip_max, args.epsilon_high, args.multi_objective_aggregation
+        ('gdpo', 0.28, 0.28, 'normalize_then_sum')
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "adv_estimator", "loss_fn"]
+
+    # The command line takes a field of several types as text, so `str` stands second in these unions.
+    adv_estimator: dict[str, Any] | str | AdvEstimatorConfig | None = field(
+        default=None,
+        metadata={
+            "help": "Advantage estimator: 'grpo', 'gdpo' or 'reinforce_plus_plus', or a dict of its knobs. A knob that "
+            "is not named keeps the meaning of `scale_rewards` and `multi_objective_aggregation`."
+        },
+    )
+    loss_fn: dict[str, Any] | str | ClippedPGLossConfig | None = field(
+        default=None,
+        metadata={
+            "help": "Loss: a preset (" + ", ".join(PRESETS) + ") or a dict of the knobs of `ClippedPGLossConfig`. A "
+            "knob that is not named keeps the meaning of TRL's own field."
+        },
+    )
+    advantage_clip_low: float | None = field(default=None, metadata={"help": "Lower clamp of the advantages."})
+    advantage_clip_high: float | None = field(default=None, metadata={"help": "Upper clamp of the advantages."})
+    if TYPE_CHECKING:
+        reward_weights: list[float] | dict[str, float] | None = None  # type: ignore[assignment]  # wider than TRL's
+    else:
+        # `list[str]`, so that the command line takes both `1.0 0.5` and a JSON object.
+        reward_weights: list[str] | None = field(
+            default=None,
+            metadata={
+                "help": "Weight of each reward function, in their order (a function's weight applies to each of its "
+                "components), or a dict (on the command line: a JSON object) by component name."
+            },
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reward_weights = _read_reward_weights(self.reward_weights)
+        _refuse_fields(self)
+        self.adv_estimator = _resolve_adv_estimator(self)
+        self.loss_fn = _resolve_loss(self)
+        get_advantage_estimator(self.adv_estimator, self.loss_fn)  # do the two go together?
+        _check_updates_per_rollout(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, as `TrainingArguments.to_dict`."""
+        plain = super().to_dict()
+        for name in ("adv_estimator", "loss_fn"):
+            plain[name] = dataclasses.asdict(plain[name])
+        return plain
+
+
+def _default(name: str) -> Any:
+    return next((f.default for f in dataclasses.fields(GRPOConfig) if f.name == name), None)
+
+
+def _is_set(args: GRPOExtConfig, name: str) -> bool:
+    return bool(getattr(args, name) != _default(name))
+
+
+def _read_reward_weights(weights: Any) -> list[float] | dict[str, float] | None:
+    if weights is None or isinstance(weights, Mapping):
+        return None if weights is None else dict(weights)
+    if isinstance(weights, str):
+        weights = [weights]
+    if len(weights) == 1 and isinstance(weights[0], str) and weights[0].lstrip().startswith("{"):
+        return dict(json.loads(weights[0]))
+    try:
+        return [float(weight) for weight in weights]
+    except ValueError:
+        raise ValueError(
+            f"reward_weights={weights!r}: give one number for each reward function, or a dict (on the command line a "
+            "JSON object) by component name."
+        ) from None
+
+
+def _refuse_fields(args: GRPOExtConfig) -> None:
+    if args.loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"loss_type={args.loss_type!r} cannot be expressed by this trainer's loss: use one of "
+            f"{', '.join(LOSS_TYPES)}, or TRL's own GRPOTrainer."
+        )
+    if args.scale_rewards not in ("group", "none"):
+        raise ValueError(
+            f"scale_rewards={args.scale_rewards!r} cannot be honoured: rewards are scaled by the std of their group "
+            "('group') or not at all ('none'). To whiten over the batch use adv_estimator='reinforce_plus_plus', or "
+            "'gdpo' for several components."
+        )
+    if args.multi_objective_aggregation not in ("sum_then_normalize", "normalize_then_sum"):
+        raise ValueError(
+            f"multi_objective_aggregation={args.multi_objective_aggregation!r}: must be 'sum_then_normalize' or "
+            "'normalize_then_sum'."
+        )
+    if args.importance_sampling_level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level={args.importance_sampling_level!r}: must be 'token' or 'sequence'.")
+    for name, why in REFUSED_FIELDS.items():
+        if _is_set(args, name):
+            raise ValueError(f"{name}={getattr(args, name)!r} would be ignored: {why}. Remove it.")
+    if args.loss_type == "bnpo":
+        warnings.warn(
+            "loss_type='bnpo' divides by the tokens of each micro-batch, so that its gradient depends on how rows are "
+            "split. Here the denominator is the tokens of the whole optimizer step, as with 'dapo'.",
+            stacklevel=4,
+        )
+
+
+def _as_block(value: Any, kind: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """A name, a dict or `None` as a dict of named knobs (JSON strings are dicts by now)."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            raise TypeError(f"{kind}={value!r} is a JSON list: give an object of knobs, or a name.")
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{kind} is a {type(value).__name__}: give a name, a dict of knobs, or its config object.")
+    if "name" in value:
+        reject_unknown_keys([value["name"]], names, f"`{kind}`")
+    return dict(value)
+
+
+def _agree(args: GRPOExtConfig, kind: str, named: Mapping[str, Any], fields: Mapping[str, Any], twins: Any) -> None:
+    """Sets TRL's fields to what the knobs say, or raises if both were named with different values."""
+    for name, value in fields.items():
+        current = getattr(args, name)
+        same = math.isclose(current, value) if _both_numbers(current, value) else current == value
+        if same:
+            continue
+        knobs = [knob for knob in twins[name] if knob in named]
+        if knobs and _is_set(args, name):
+            raise ValueError(
+                f"{kind} names {knobs[0]}={named[knobs[0]]!r}, which is {name}={value!r} in TRL's terms, and "
+                f"{name}={current!r} is set too. They are the same setting: name one of them."
+            )
+        setattr(args, name, value)
+
+
+def _both_numbers(a: Any, b: Any) -> bool:
+    return all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))
+
+
+def _resolve_adv_estimator(args: GRPOExtConfig) -> AdvEstimatorConfig:
+    given = args.adv_estimator
+    named = dataclasses.asdict(given) if isinstance(given, AdvEstimatorConfig) else None
+    if named is None:
+        named = _as_block(given, "adv_estimator", ADVANTAGE_ESTIMATORS)
+    normalize_then_sum = args.multi_objective_aggregation == "normalize_then_sum"
+    knobs = {"name": "gdpo" if normalize_then_sum else "grpo", **named}
+    if knobs["name"] != "reinforce_plus_plus":
+        # Under `normalize_then_sum` TRL always normalises, whatever `scale_rewards` says.
+        from_trl = normalize_then_sum and "name" not in named
+        knobs.setdefault("normalize_rewards", from_trl or args.scale_rewards == "group")
+    for clip in ("advantage_clip_low", "advantage_clip_high"):
+        if getattr(args, clip) is not None and knobs.get(clip) is None:
+            knobs[clip] = getattr(args, clip)
+    config = AdvEstimatorConfig.from_dict(knobs)
+    scales = config.normalize_rewards and config.name != "reinforce_plus_plus"
+    fields = {
+        "multi_objective_aggregation": "normalize_then_sum" if config.name == "gdpo" else "sum_then_normalize",
+        "scale_rewards": "group" if scales else "none",
+        "advantage_clip_low": config.advantage_clip_low,
+        "advantage_clip_high": config.advantage_clip_high,
+    }
+    _agree(args, "adv_estimator", named, fields, ADVANTAGE_FIELDS)
+    return config
+
+
+def _loss_knobs_of_trl_fields(args: GRPOExtConfig, use_cispo: bool) -> dict[str, Any]:
+    """What TRL's own fields mean, as knobs."""
+    low, high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if use_cispo and (args.loss_type == "cispo" or args.epsilon_high is not None):
+        # Under CISPO TRL's `epsilon_high` is the cap itself, and there is no lower bound.
+        low, high = 1.0, high - 1.0
+    knobs: dict[str, Any] = {
+        "reference_policy_kl_penalty": args.beta,
+        "token_level_loss": args.loss_type in TOKEN_LEVEL_LOSS_TYPES,
+        "use_cispo": use_cispo,
+        "sequence_level_importance_ratios": args.importance_sampling_level == "sequence",
+        "kl_importance_weight": "policy_ratio" if args.use_bias_correction_kl else "none",
+        "ratio_clip_min": low,
+        "ratio_clip_max": high,
+    }
+    if args.delta is not None:
+        # TRL takes min(rho, delta) before the clip. Below 1 + epsilon_high that lowers the upper clip where A > 0,
+        # and where A < 0 the bound that is left is 1 + epsilon_high.
+        knobs["ratio_clip_max"] = min(high, args.delta - 1) if args.delta > 1 else high
+        knobs["ratio_clip_c"] = max(args.delta, 1 + high) if args.delta > 1 else args.delta
+    return knobs
+
+
+def _trl_fields_of_loss(config: ClippedPGLossConfig, loss_type: str) -> dict[str, Any]:
+    """What the knobs mean, as TRL's fields."""
+    if config.use_cispo:
+        loss_type = "cispo"
+    elif not config.token_level_loss:
+        loss_type = "grpo"
+    elif loss_type not in TOKEN_LEVEL_LOSS_TYPES or loss_type == "cispo":
+        loss_type = "dapo"
+    fields = {
+        "beta": config.reference_policy_kl_penalty,
+        "epsilon_high": config.ratio_clip_max + (1.0 if config.use_cispo else 0.0),
+        "delta": config.ratio_clip_c,
+        "loss_type": loss_type,
+        "importance_sampling_level": "sequence" if config.sequence_level_importance_ratios else "token",
+        "use_bias_correction_kl": config.kl_importance_weight != "none",
+    }
+    if not config.use_cispo:
+        fields["epsilon"] = config.ratio_clip_min
+    return fields
+
+
+def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
+    given = args.loss_fn
+    named = dataclasses.asdict(given) if isinstance(given, ClippedPGLossConfig) else None
+    if named is None:
+        named = _as_block(given, "loss_fn", PRESETS)
+    method = named.pop("name", None)
+    preset = dict(PRESETS[method]) if method else {}
+    use_cispo = {**preset, **named}.get("use_cispo", args.loss_type == "cispo")
+
+    # TRL's numbers, where they are set, replace those of a preset; what the method is stays.
+    of_trl = _loss_knobs_of_trl_fields(args, use_cispo=bool(use_cispo))
+    for trl_field, knobs in LOSS_FIELDS.items():
+        for knob in knobs:
+            if knob in PRESET_NUMBERS and _is_set(args, trl_field):
+                preset.pop(knob, None)
+    named = {**preset, **named}
+    if named.get("use_on_policy_kl_approximation"):
+        of_trl["kl_importance_weight"] = "score_function"
+    config = ClippedPGLossConfig.from_dict({**of_trl, **named})
+
+    if method == "dr_grpo" and not _is_set(args, "loss_type"):
+        args.loss_type = "dr_grpo"
+    _agree(args, "loss_fn", named, _trl_fields_of_loss(config, args.loss_type), LOSS_FIELDS)
+    if config.use_importance_sampling_correction:
+        args.vllm_importance_sampling_correction = False  # ours stands in its place
+    return config
+
+
+def _check_updates_per_rollout(args: GRPOExtConfig) -> None:
+    micro_batches_a_rollout = args.steps_per_generation * args.num_iterations
+    if args.loss_fn.force_on_policy_ratio and args.gradient_accumulation_steps % micro_batches_a_rollout != 0:
+        raise ValueError(
+            f"force_on_policy_ratio=True with several updates a rollout (steps_per_generation="
+            f"{args.steps_per_generation}, num_iterations={args.num_iterations}, gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}): after the first update the ratio is not 1. Set num_iterations=1 and "
+            "steps_per_generation=gradient_accumulation_steps, or force_on_policy_ratio=False."
+        )

@@ -1,0 +1,429 @@
+"""`GRPOExtTrainer`: TRL's `GRPOTrainer` with the advantages and the loss replaced.
+
+The seams, and what each one changes:
+
+| method of TRL's | here |
+| --- | --- |
+| `_calculate_rewards` | the parent's, then the table of components instead of one column a function |
+| `_generate_and_score_completions` | the parent's result with the advantages replaced |
+| `get_batch_samples`, `_prepare_inputs` | the parent's, for all micro-batches of an optimizer step at once, with the counts that its loss is divided by |
+| `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
+
+`SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id, is_async_callable
+
+from .advantages import get_advantage_estimator
+from .config import GRPOExtConfig
+from .diagnostics import MetricWindow
+from .entropy import adapted_entropy_coef
+from .grouping import group_has_signal
+from .loss import METRIC_REDUCTIONS, ClippedPGLossFn
+from .micro_batches import loss_token_mask, valid_counts
+from .reductions import masked_mean, masked_sum
+from .rewards import COMPONENT_PREFIX, AsyncComponentReward, ComponentNames, ComponentReward, component_weights, weighted_sum
+
+SEAMS = (
+    "_calculate_rewards",
+    "_generate_and_score_completions",
+    "_prepare_inputs",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+    "training_step",
+)
+
+# What the model needs of a batch besides the tokens.
+MODEL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+# Our metrics under the names that TRL's users have on their dashboards.
+TRL_METRIC_NAMES = {
+    "kl_penalty": "kl",
+    "clip_fraction_low": "clip_ratio/low_mean",
+    "clip_fraction_high": "clip_ratio/high_mean",
+}
+
+
+class GRPOExtTrainer(GRPOTrainer):
+    """`GRPOTrainer` with the advantage estimator and the loss of a `GRPOExtConfig`, and rewards with components.
+
+    A reward function may return, besides TRL's list of floats, named components: a dict `{name: list or tensor of N}`
+    or a list of N dicts. The same holds for `async` functions and for an environment's `get_reward`. Everything else
+    is TRL's: see `trl.GRPOTrainer` for the arguments.
+
+    Args:
+        model: as TRL's.
+        reward_funcs: as TRL's, and with components.
+        args: a `GRPOExtConfig`; by default one with TRL's objective and a leave-one-out baseline.
+        train_dataset: as TRL's; at least one generation batch of prompts.
+        **kwargs: as TRL's.
+
+    Raises:
+        TypeError: `args` is no `GRPOExtConfig`.
+        ValueError: nothing is trainable, two reward functions have one name, the data set is smaller than a generation
+            batch, or the loss needs log-probabilities of an engine that there is not.
+    """
+
+    _tag_names = ["trl", "grpo", "hf_grpo_ext"]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOExtConfig | None = None,
+        train_dataset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = GRPOExtConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, GRPOExtConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}: GRPOExtTrainer needs a GRPOExtConfig, which takes the same fields."
+            )
+        _check_trainable(model)
+        _check_dataset(train_dataset, args)
+        if args.loss_fn.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
+            raise ValueError(
+                "use_importance_sampling_correction or use_on_policy_kl_approximation needs the log-probabilities of "
+                "the engine that sampled. Set use_vllm=True, or pass a rollout_func that returns its `logprobs`."
+            )
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
+            # A list of its own, since TRL replaces the names of reward models by the models in it.
+            super().__init__(model, None if reward_funcs is None else list(functions), args, train_dataset, **kwargs)
+        _check_trainable(self.model)
+
+        self.loss_fn = ClippedPGLossFn(args.loss_fn)
+        self.adv_estimator = get_advantage_estimator(args.adv_estimator, args.loss_fn)
+        # TRL's own advantages are computed and replaced; this path of theirs takes any number of components.
+        self.multi_objective_aggregation = "sum_then_normalize"
+
+        self._function_names = list(self.reward_func_names)
+        self._function_weights = self.reward_weights.tolist()
+        self._components = ComponentNames(self._function_names)
+        self.reward_funcs = [
+            _with_components(function, name)
+            for function, name in zip(self.reward_funcs, self._function_names, strict=True)
+        ]
+        self._raw_window: list[Any] = []
+        self._prepared_window: list[dict[str, Any]] = []
+        self._metric_window = MetricWindow()
+
+    # Rewards
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        self.reward_func_names = self._function_names
+        per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        wrapped = [function if isinstance(function, ComponentReward) else None for function in self.reward_funcs]
+        self._components.update(
+            gather_object([[list(function.components) if function else [] for function in wrapped]])
+        )
+        names, owners = self._components.names, self._components.owners
+        absent = [float("nan")] * len(prompts)
+        columns = [
+            function.components.get(name, absent) if (function := wrapped[owner]) else absent
+            for name, owner in zip(names, owners, strict=True)
+        ]
+        local = torch.tensor(columns, dtype=torch.float32, device=self.accelerator.device).T.contiguous()
+        table = self.accelerator.gather(local)
+        for index, owner in enumerate(owners):
+            if wrapped[owner] is None:  # a reward model, whose column TRL has computed
+                table[:, index] = per_function[:, owner]
+
+        self._check_groups(len(table))
+        self._fill_new_log_columns(names)
+        self.reward_func_names = names
+        self.reward_weights = torch.tensor(self._weights_of(names, owners), dtype=torch.float32)
+        self._reward_table = table
+        return table
+
+    def _weights_of(self, names: Sequence[str], owners: Sequence[int]) -> list[float]:
+        if isinstance(self.args.reward_weights, dict):
+            return component_weights(names, self.args.reward_weights)
+        return [self._function_weights[owner] for owner in owners]
+
+    def _fill_new_log_columns(self, names: Sequence[str]) -> None:
+        # The table of logged completions needs columns of one length.
+        for name in names:
+            if name not in self._logs["rewards"]:
+                self._logs["rewards"][name].extend([float("nan")] * len(self._logs["advantages"]))
+
+    def _check_groups(self, rows: int) -> None:
+        if rows % self._group_size:
+            raise ValueError(
+                f"A batch of {rows} completions does not hold whole groups of {self._group_size} generations. In "
+                "evaluation, per_device_eval_batch_size times the number of processes must be a multiple of "
+                "num_generations_eval, and the data set must fill the last batch."
+            )
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    # Advantages
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        token_mask = loss_token_mask(batch)
+        batch["sample_mask"] = token_mask.any(-1)
+        if self.args.loss_fn.use_kl_in_reward and "old_per_token_logps" not in batch:
+            with torch.no_grad():
+                batch["old_per_token_logps"] = self._logprobs(self.model, batch)[0].detach()
+
+        columns = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
+        group_ids = torch.arange(len(self._reward_table), device=token_mask.device) // self._group_size
+        everywhere = self._gathered_for_advantages(batch, token_mask)
+        advantages = self.adv_estimator.compute_advantage(
+            group_ids,
+            columns,
+            reward_weights=dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)),
+            **everywhere,
+        )
+
+        rows = len(token_mask)
+        mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        batch["advantages"] = advantages[mine] if advantages.dim() == 1 else advantages[mine, : token_mask.shape[1]]
+        for name, column in columns.items():
+            batch[f"{COMPONENT_PREFIX}{name}"] = column[mine]
+        self._log_advantages(advantages, everywhere["mask"], columns, group_ids)
+        return batch
+
+    def _gathered_for_advantages(self, batch: dict[str, Any], token_mask: Tensor) -> dict[str, Tensor]:
+        """What the estimator reads of all processes: the mask, and the log-probabilities if the KL is in the reward."""
+        local = {"mask": token_mask}
+        if self.args.loss_fn.use_kl_in_reward:
+            local["logprobs_policy"] = batch["old_per_token_logps"]
+            local["logprobs_reference"] = batch["ref_per_token_logps"]
+        elif not self.adv_estimator.token_level:
+            local["mask"] = token_mask.any(-1, keepdim=True)
+        return {
+            key: self.accelerator.gather(self.accelerator.pad_across_processes(value.contiguous(), dim=1))
+            for key, value in local.items()
+        }
+
+    def _log_advantages(
+        self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor
+    ) -> None:
+        """Puts what trained in the place of what TRL logged."""
+        if advantages.dim() == 2:
+            advantages = masked_mean(advantages, mask, mask.sum(-1), dim=-1)
+        logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
+        for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
+            logged[index] = value
+        if self.args.adv_estimator.name == "gdpo":  # any component that varies is signal
+            signal = torch.stack([group_has_signal(column, group_ids) for column in columns.values()]).any(0)
+        else:
+            signal = group_has_signal(weighted_sum(self._reward_table, self.reward_weights.to(mask.device)), group_ids)
+        self._metrics[self._mode]["frac_reward_zero_std"][-1] = 1 - signal.float().mean().item()
+
+    # The optimizer step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._raw_window, self._prepared_window = list(batches), []
+        return batches, num_items
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if not self.model.training:
+            return self._with_denominators([super()._prepare_inputs(generation_batch)])[0]
+        if not self._prepared_window:
+            self._prepared_window = self._prepare_window(self._raw_window or [generation_batch])
+            self._raw_window = []
+        return self._prepared_window.pop(0)
+
+    def _prepare_window(self, batches: list[Any]) -> list[dict[str, Any]]:
+        """All micro-batches of the optimizer step, so that their tokens are counted before the first backward."""
+        first, window = self._step, []
+        try:
+            for offset, batch in enumerate(batches):
+                self._step = first + offset  # TRL generates, or takes a slice of the buffer, by the step
+                window.append(super()._prepare_inputs(batch))
+        finally:
+            self._step = first
+        return self._with_denominators(window)
+
+    def _with_denominators(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        constant = self.max_completion_length if self.args.loss_type == "dr_grpo" else None
+        counts = self.accelerator.reduce(valid_counts(batches, tokens_per_row=constant), reduction="sum")
+        toks, seqs = counts.unbind()
+        return [{**batch, "global_valid_toks": toks, "global_valid_seqs": seqs} for batch in batches]
+
+    # The loss
+
+    def _logprobs(
+        self, model: nn.Module, batch: dict[str, Any], **wanted: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        extra = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+        result: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, batch["completion_ids"].shape[1], **wanted, **extra
+        )
+        return result
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        logprobs, entropies, aux_loss = self._logprobs(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        mask = loss_token_mask(inputs)
+        active = mask
+        if self.top_entropy_quantile < 1.0:
+            active = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        advantages = inputs["advantages"]
+        batch = {
+            "advantages": advantages if advantages.dim() == 2 else advantages[:, None],
+            "token_mask": mask,
+            "sample_mask": inputs["sample_mask"],
+            "prev_logprobs": inputs.get("old_per_token_logps"),
+            "generation_logprobs": inputs.get("sampling_per_token_logps"),
+            "reference_policy_logprobs": inputs.get("ref_per_token_logps"),
+        }
+        batch["policy_weights"] = self._policy_weights(inputs, batch, logprobs, active)
+        loss, metrics = self.loss_fn(
+            logprobs,
+            batch,
+            global_valid_toks=inputs["global_valid_toks"],
+            global_valid_seqs=inputs["global_valid_seqs"],
+        )
+        # Gradients are averaged over processes, and the loss is a share of a sum over them.
+        loss = loss * self.accelerator.num_processes
+        self._metric_window.add(metrics, METRIC_REDUCTIONS)
+        loss = loss + self._regularizers(entropies, active, mask, aux_loss, inputs["global_valid_toks"])
+        self._flush_metrics()
+        return loss
+
+    def _policy_weights(
+        self, inputs: dict[str, Any], batch: dict[str, Any], logprobs: Tensor, active: Tensor
+    ) -> Tensor:
+        """The weights of TRL's that multiply the policy term alone: entropy mask, off-policy mask, vLLM correction."""
+        weights = active.to(torch.float32)
+        if self.off_policy_mask_threshold is not None:
+            behaviour = batch["generation_logprobs"]
+            behaviour = batch["prev_logprobs"] if behaviour is None else behaviour
+            weights = weights * self.get_off_policy_mask(
+                advantages=batch["advantages"],
+                per_token_logps=logprobs,
+                sampling_per_token_logps=logprobs.detach() if behaviour is None else behaviour,
+                mask=batch["token_mask"].to(torch.float32),
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if "importance_sampling_ratio" in inputs:
+            weights = weights * inputs["importance_sampling_ratio"]
+        return weights
+
+    def _regularizers(
+        self, entropies: Tensor, active: Tensor, mask: Tensor, aux_loss: Tensor | None, toks: Tensor
+    ) -> Tensor:
+        """The terms beside the policy's: minus the entropy bonus, plus the load-balancing loss of a MoE model."""
+        share = 1.0 / (self.current_gradient_accumulation_steps if self.model.training else 1)
+        total = torch.zeros((), device=entropies.device)
+        metrics = {"entropy": masked_mean(entropies.detach(), mask, toks)}
+        if self._entropy_bonus_enabled:
+            if active is mask:
+                bonus = masked_mean(entropies, mask, toks) * self.accelerator.num_processes
+            else:  # how many tokens pass the quantile is known for this micro-batch only
+                bonus = masked_mean(entropies, active, active.sum()) * share
+            gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+            total = total - (0.0 if gated else self.entropy_coef) * bonus
+            metrics["active_entropy"] = masked_sum(entropies.detach(), active)
+            metrics["active_tokens"] = active.sum()
+        if aux_loss is not None:
+            total = total + self.router_aux_loss_coef * aux_loss * share
+            metrics["aux_loss"] = aux_loss.detach() * share / self.accelerator.num_processes
+        self._metric_window.add(metrics, dict.fromkeys(metrics, "sum"))
+        return total
+
+    def _flush_metrics(self) -> None:
+        """Logs the optimizer step, on its last micro-batch, from one collective."""
+        if self.model.training and not self.accelerator.sync_gradients:
+            return
+        values = self._metric_window.flush(self.accelerator.gather)
+        active_entropy, active_tokens = values.pop("active_entropy", None), values.pop("active_tokens", None)
+        if active_tokens is not None and self.model.training:
+            self._adapt_entropy_coef(active_entropy / max(active_tokens, 1.0))
+            values["entropy_coef"] = self.entropy_coef
+        log = self._metrics[self._mode]
+        for name, value in values.items():
+            log[name].append(value)
+            if name in TRL_METRIC_NAMES and (name != "kl_penalty" or self.beta != 0.0):
+                log[TRL_METRIC_NAMES[name]].append(value)
+
+    def _adapt_entropy_coef(self, entropy: float) -> None:
+        if not self.use_adaptive_entropy:
+            return
+        self.entropy_coef = adapted_entropy_coef(
+            self.entropy_coef,
+            entropy,
+            target=self.args.entropy_target,
+            step=self.args.entropy_coef_delta,
+            lowest=self.args.entropy_coef_min,
+            highest=self.args.entropy_coef_max,
+        )
+        self._last_world_entropy = entropy
+
+
+def _with_components(function: Any, name: str) -> Any:
+    if isinstance(function, nn.Module):
+        return function
+    return AsyncComponentReward(function, name) if is_async_callable(function) else ComponentReward(function, name)
+
+
+@contextmanager
+def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[None]:
+    """Keeps a field that TRL would reject out of its sight while its constructor runs."""
+    value = getattr(args, name)
+    if hide:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        setattr(args, name, value)
+
+
+def _check_trainable(model: Any) -> None:
+    if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
+            "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+
+
+def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:
+    prompts = args.generation_batch_size // args.num_generations
+    if hasattr(dataset, "__len__") and len(dataset) < prompts:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} prompts, but one generation batch takes {prompts} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so that "
+            "there would be no step. Add prompts, or lower per_device_train_batch_size, gradient_accumulation_steps or "
+            "steps_per_generation."
+        )

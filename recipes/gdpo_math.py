@@ -1,0 +1,369 @@
+"""Teach a small language model arithmetic with three rewards at once, by GDPO.
+
+    accelerate launch recipes/gdpo_math.py
+    accelerate launch recipes/gdpo_math.py --use_peft --learning_rate 2e-4 --max_steps 30
+    accelerate launch recipes/gdpo_math.py --config my_run.yaml
+    accelerate launch recipes/gdpo_math.py --dataset_name openai/gsm8k --dataset_config main \\
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --max_completion_length 256 --length_budget 128
+
+Every field of `GRPOExtConfig` and `trl.ModelConfig` is an option, on the command line or in the YAML file.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import time
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import _smollm2
+import torch
+from accelerate.utils import parse_flag_from_env
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+INSTRUCTION = "Answer in <answer></answer> tags."
+# A small model does not follow the instruction alone: without one worked example hardly any answer carries the tag.
+ARITHMETIC_EXAMPLE = ("8 + 5", "8 + 5 = 13 <answer>13</answer>")
+WORD_PROBLEM_EXAMPLE = (
+    "Tom has 3 bags with 4 apples in each. How many apples does he have?",
+    "3 x 4 = 12 <answer>12</answer>",
+)
+QUESTION_COLUMNS = ("question", "problem", "query")
+ANSWER_COLUMNS = ("answer", "final_answer", "solution")
+
+
+def arithmetic_problems(max_operand: int) -> list[dict]:
+    """Every a + b, a - b and a x b with operands up to `max_operand`, grouped by the unordered pair {a, b}."""
+    return [
+        {"question": f"{a} {sign} {b}", "answer": str(result), "group": f"{min(a, b)} {max(a, b)}"}
+        for a, b in product(range(max_operand + 1), repeat=2)
+        for sign, result in (("+", a + b), ("-", a - b), ("x", a * b))
+        if {a, b} != {8, 5}  # the worked example gives this one away
+    ]
+
+
+def dataset_problems(args: "ScriptArguments") -> list[dict]:
+    """Questions and gold answers of a Hub data set, or of a local json or jsonl file."""
+    if Path(args.dataset_name).is_file():
+        rows = load_dataset("json", data_files=args.dataset_name, split="train")
+    else:
+        rows = load_dataset(args.dataset_name, args.dataset_config, split=args.dataset_split)
+    columns = {name.lower(): name for name in rows.column_names}
+    answer = args.answer_column or next((columns[name] for name in ANSWER_COLUMNS if name in columns), None)
+    question = args.question_column or next((columns[name] for name in QUESTION_COLUMNS if name in columns), None)
+    if question not in columns.values() or answer not in columns.values():
+        raise ValueError(
+            f"{args.dataset_name} has the columns {rows.column_names}; name those to use with --question_column and "
+            "--answer_column."
+        )
+    # SVAMP keeps the story and the question about it in two columns.
+    story = columns.get("body") if args.question_column is None else None
+    problems = []
+    for row in rows:
+        text = f"{row[story].rstrip(' .')}. {row[question]}" if story else row[question]
+        # GSM8K writes the solution out and puts the result after ####.
+        gold = str(row[answer]).split("####")[-1].strip()
+        problems.append({"question": text, "answer": gold, "group": text})
+    return problems
+
+
+def hold_out(problems: list[dict], size: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Split into training and held-out problems that share no group."""
+    groups = sorted({problem["group"] for problem in problems})
+    random.Random(seed).shuffle(groups)
+    rank = {group: position for position, group in enumerate(groups)}
+    held_out = sorted(problems, key=lambda problem: rank[problem["group"]])[:size]
+    seen = {problem["group"] for problem in held_out}
+    train = [problem for problem in problems if problem["group"] not in seen]
+    if len(held_out) < size or not train:
+        raise ValueError(f"Cannot hold out {size} of {len(problems)} problems; lower --eval_prompts.")
+    return train, held_out
+
+
+def to_dataset(problems: list[dict], example: tuple[str, str]) -> Dataset:
+    head = [
+        {"role": "system", "content": INSTRUCTION},
+        {"role": "user", "content": example[0]},
+        {"role": "assistant", "content": example[1]},
+    ]
+    return Dataset.from_list(
+        [
+            {"prompt": [*head, {"role": "user", "content": problem["question"]}], "answer": problem["answer"]}
+            for problem in problems
+        ]
+    )
+
+
+# --- Rewards ----------------------------------------------------------------------------------------------------------
+
+TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+NUMBER = re.compile(r"-?\d+(?:\.\d+|/[1-9]\d*)?")
+
+
+def same_value(answer: str, gold: str) -> bool:
+    answer, gold = answer.replace(",", ""), gold.replace(",", "")
+    if NUMBER.fullmatch(gold):
+        # Exactly one number, so that repeating "8 + 5" in the tag, which a symbolic checker evaluates to 13, is wrong.
+        numbers = NUMBER.findall(answer)
+        return len(numbers) == 1 and Fraction(numbers[0]) == Fraction(gold)
+    from math_verify import parse, verify
+
+    # math_verify's timeouts use signals, which only work in the main thread.
+    return verify(parse(gold, parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None)
+
+
+def make_reward(length_budget: int, max_length: int):
+    """Build the reward function: one pass over the completions, three named components in [0, 1].
+
+    - correctness: the last tag holds the gold answer
+    - format: there is one tag and it closes the completion
+    - length: 1 up to `length_budget` tokens, then falling linearly to 0 at `max_length`
+    """
+
+    def math_reward(completions, completion_ids, answer, **kwargs) -> dict[str, list[float]]:
+        correctness, form, length = [], [], []
+        for completion, ids, gold in zip(completions, completion_ids, answer, strict=True):
+            text = completion[0]["content"]
+            tags = TAG.findall(text)
+            correct = bool(tags) and same_value(tags[-1], gold)
+            excess = max(0, len(ids) - length_budget) / max(1, max_length - length_budget)
+            correctness.append(float(correct))
+            form.append(float(text.count("<answer>") == len(tags) == 1 and text.rstrip().endswith("</answer>")))
+            # Only a right answer earns the length reward: otherwise the shortest way to it is to say nothing.
+            length.append(max(0.0, 1.0 - excess) if correct else 0.0)
+        return {"correctness": correctness, "format": form, "length": length}
+
+    return math_reward
+
+
+# --- Config -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ScriptArguments:
+    max_operand: int = field(default=9, metadata={"help": "Largest operand of the built-in arithmetic problems."})
+    length_budget: int = field(default=18, metadata={"help": "Completion tokens up to which the length reward is 1."})
+    eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts, rounded up to whole eval batches."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub data set or local json/jsonl file to use instead of arithmetic."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
+    question_column: str | None = field(default=None, metadata={"help": "Found by its usual names if not given."})
+    answer_column: str | None = field(default=None, metadata={"help": "Found by its usual names if not given."})
+
+
+# Where this recipe departs from the defaults of GRPOExtConfig. YAML and command line win over these.
+DEFAULTS = {
+    "output_dir": "outputs/gdpo_math",
+    "adv_estimator": {"name": "gdpo", "use_leave_one_out_baseline": True, "normalize_rewards": True},
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "constant",
+    "max_steps": 16,
+    "per_device_train_batch_size": 32,
+    "num_generations": 8,
+    "max_completion_length": 20,
+    "per_device_eval_batch_size": 64,
+    "num_generations_eval": 4,
+    # At this size recomputing the activations costs time and saves no memory that matters.
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+def machine_defaults() -> dict:
+    """bfloat16 only where the processor computes in it; elsewhere a CPU emulates it, slower than float32."""
+    on_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    return {"use_cpu": True, "bf16": torch.cpu._is_avx512_bf16_supported()} if on_cpu else {}
+
+
+def use_all_cores() -> None:
+    """Share the cores this machine grants among the local processes; `accelerate launch` sets one thread each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup, or no limit in it
+        pass
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+# --- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+class ComponentBar(ProgressCallback):
+    """The usual progress bar, with the reward components beside it instead of a printed dict at every step."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            means = {name: f"{value:.2f}" for name, value in component_means(logs, "rewards/").items()}
+            self.training_bar.set_postfix(means)
+
+
+def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args: ModelConfig) -> GRPOExtTrainer:
+    # Whole batches, so that every answer counts the same in the means of the evaluation.
+    prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // args.num_generations_eval)
+    eval_size = math.ceil(script_args.eval_prompts / prompts_per_batch) * prompts_per_batch
+    if script_args.dataset_name:
+        problems, example = dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
+    else:
+        problems, example = arithmetic_problems(script_args.max_operand), ARITHMETIC_EXAMPLE
+    train, held_out = hold_out(problems, eval_size, args.seed)
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        padding_side="left",
+    )
+    if tokenizer.chat_template is None:
+        # A base model continues plain text; the example shows it where to stop.
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '') + '\n' }}{% endfor %}"
+        )
+    # Given a name rather than a model, the trainer loads it the way DeepSpeed and FSDP need.
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = GRPOExtTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=make_reward(script_args.length_budget, args.max_completion_length),
+        args=args,
+        train_dataset=to_dataset(train, example),
+        eval_dataset=to_dataset(held_out, example),
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.remove_callback(ProgressCallback)
+    if not args.disable_tqdm:
+        trainer.add_callback(ComponentBar)
+    return trainer
+
+
+# --- Report -----------------------------------------------------------------------------------------------------------
+
+
+def component_means(logs: dict, prefix: str) -> dict[str, float]:
+    """Pick the mean of each reward component, `<prefix><name>/mean`, out of one entry of the log."""
+    return {
+        key.removeprefix(prefix).removesuffix("/mean"): value
+        for key, value in logs.items()
+        if key.startswith(prefix) and key.endswith("/mean") and value is not None
+    }
+
+
+def print_table(before: dict, after: dict, temperature: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Held-out prompts, {after['n']} answers sampled at temperature {temperature:g}")
+    for column in ("component", "before", "after", "change"):
+        table.add_column(column, justify="left" if column == "component" else "right")
+    for name in after:
+        if name != "n":
+            table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}")
+    Console().print(table)
+
+
+def plot_curves(history: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "loss": ["loss"],
+        "gradient norm": ["grad_norm"],
+        "entropy (nats)": ["entropy"],
+        "KL to the reference (nats)": ["kl"],
+        "share of tokens clipped": ["clip_fraction_low", "clip_fraction_high"],
+        "policy ratio": ["probs_ratio"],
+    }
+    logged = {key for entry in history for key in entry}
+    panels = {title: keys for title, keys in panels.items() if logged.intersection(keys)}
+    columns = 3
+    rows = math.ceil((1 + len(panels)) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows), layout="constrained", squeeze=False)
+    axes = list(axes.flat)
+
+    for prefix, style in (("rewards/", "-"), ("eval_rewards/", "o")):
+        entries = [(entry["step"], component_means(entry, prefix)) for entry in history]
+        for index, name in enumerate(sorted({name for _, means in entries for name in means})):
+            points = [(step, means[name]) for step, means in entries if name in means]
+            label = name if prefix == "rewards/" else f"{name}, held out"
+            axes[0].plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
+    axes[0].set(title="reward components", xlabel="step")
+    axes[0].legend(fontsize="x-small")
+    for axis, (title, keys) in zip(axes[1:], panels.items(), strict=False):
+        for key in keys:
+            points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=key)
+        axis.set(title=title, xlabel="step")
+        if len(keys) > 1:
+            axis.legend(fontsize="x-small")
+    for axis in axes[1 + len(panels) :]:
+        axis.remove()
+    figure.savefig(path, dpi=120)
+
+
+def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
+    args, history = trainer.args, trainer.state.log_history
+    evaluations = [means for entry in history if (means := component_means(entry, "eval_rewards/"))]
+    answers = len(trainer.eval_dataset) * args.num_generations_eval
+    before, after = (
+        {**{f"reward/{name}": value for name, value in means.items()}, "n": answers}
+        for means in (evaluations[0], evaluations[-1])
+    )
+    print_table(before, after, args.temperature)
+    summary = {
+        "model": model_name,
+        "seconds": round(seconds, 1),
+        "steps": trainer.state.global_step,
+        "seed": args.seed,
+        "eval": {"before": before, "after": after},
+    }
+    output_dir = Path(args.output_dir)
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_curves(history, output_dir / "curves.png")
+    print(f"Model, summary.json and curves.png are in {output_dir}, after {seconds:.0f} seconds.")
+
+
+def main() -> None:
+    start = time.perf_counter()
+    parser = TrlParser((ScriptArguments, GRPOExtConfig, ModelConfig))
+    parser.set_defaults_with_config(**DEFAULTS, **machine_defaults())
+    script_args, args, model_args = parser.parse_args_and_config()
+    # The first evaluation belongs inside train(), where the model is already wrapped for DDP, FSDP or DeepSpeed.
+    args.eval_on_start = True
+    if args.use_cpu:
+        use_all_cores()
+    model_args.model_name_or_path = model_args.model_name_or_path or _smollm2.locate()
+
+    trainer = build_trainer(script_args, args, model_args)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        report(trainer, model_args.model_name_or_path, time.perf_counter() - start)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
