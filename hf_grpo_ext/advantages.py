@@ -53,7 +53,9 @@ class AdvEstimatorConfig:
         reject_unknown_keys([self.name], ADVANTAGE_ESTIMATORS, "`adv_estimator`")
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low > high:
-            raise ValueError(f"advantage_clip_low={low} is above advantage_clip_high={high}: no advantage is in between.")
+            raise ValueError(
+                f"advantage_clip_low={low} is above advantage_clip_high={high}: no advantage is in between."
+            )
         if self.name != "reinforce_plus_plus" and not self.minus_baseline:
             raise ValueError(
                 f"minus_baseline=False with name={self.name!r}: only reinforce_plus_plus reads it, a group-relative "
@@ -201,9 +203,7 @@ class AdvantageEstimator:
             ValueError: shapes do not match, a weight has no component, log-probabilities are missing.
         """
         names, table = _reward_table(rewards, group_ids, mask)
-        weights = torch.tensor(
-            component_weights(names, reward_weights or {}), dtype=table.dtype, device=table.device
-        )
+        weights = torch.tensor(component_weights(names, reward_weights or {}), dtype=table.dtype, device=table.device)
         mask = mask.bool()
         if not len(group_ids):
             return table.new_zeros(mask.shape if self.token_level else 0)

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
@@ -42,17 +42,17 @@ ADVANTAGE_FIELDS = {
 PRESET_NUMBERS = ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
 
 # Fields that only losses which are refused would read.
-REFUSED_FIELDS = {
-    name: "only the losses 'sapo' and 'vespo' read it, which this trainer does not have"
-    for name in (
+REFUSED_FIELDS = dict.fromkeys(
+    (
         "sapo_temperature_neg",
         "sapo_temperature_pos",
         "vespo_k_pos",
         "vespo_lambda_pos",
         "vespo_k_neg",
         "vespo_lambda_neg",
-    )
-}
+    ),
+    "only the losses 'sapo' and 'vespo' read it, which this trainer does not have",
+)
 
 
 @dataclass
@@ -63,7 +63,8 @@ class GRPOExtConfig(GRPOConfig):
     of TRL's own field (`beta`, `epsilon`, `epsilon_high`, `delta`, `loss_type`, `importance_sampling_level`,
     `use_bias_correction_kl`, `scale_rewards`, `multi_objective_aggregation`), so that a TRL script keeps its
     objective. A knob that you name wins, and TRL's field is set to agree. Naming both with different values is a
-    `ValueError`.
+    `ValueError`. Without any `loss_fn` the objective is TRL's to the letter, so the KL is not clamped either; with one,
+    the clamps have the defaults of `ClippedPGLossConfig`.
 
     After construction `adv_estimator` is an `AdvEstimatorConfig` and `loss_fn` a `ClippedPGLossConfig`.
 
@@ -107,7 +108,7 @@ class GRPOExtConfig(GRPOConfig):
     advantage_clip_low: float | None = field(default=None, metadata={"help": "Lower clamp of the advantages."})
     advantage_clip_high: float | None = field(default=None, metadata={"help": "Upper clamp of the advantages."})
     if TYPE_CHECKING:
-        reward_weights: list[float] | dict[str, float] | None = None  # type: ignore[assignment]  # wider than TRL's
+        reward_weights: list[float] | dict[str, float] | None = None
     else:
         # `list[str]`, so that the command line takes both `1.0 0.5` and a JSON object.
         reward_weights: list[str] | None = field(
@@ -124,12 +125,22 @@ class GRPOExtConfig(GRPOConfig):
         _refuse_fields(self)
         self.adv_estimator = _resolve_adv_estimator(self)
         self.loss_fn = _resolve_loss(self)
-        get_advantage_estimator(self.adv_estimator, self.loss_fn)  # do the two go together?
+        get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
         _check_updates_per_rollout(self)
+
+    @property
+    def adv_estimator_config(self) -> AdvEstimatorConfig:
+        """`adv_estimator`, for type checkers: what the field holds after construction."""
+        return cast(AdvEstimatorConfig, self.adv_estimator)
+
+    @property
+    def loss_config(self) -> ClippedPGLossConfig:
+        """`loss_fn`, for type checkers: what the field holds after construction."""
+        return cast(ClippedPGLossConfig, self.loss_fn)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, as `TrainingArguments.to_dict`."""
-        plain = super().to_dict()
+        plain: dict[str, Any] = super().to_dict()
         for name in ("adv_estimator", "loss_fn"):
             plain[name] = dataclasses.asdict(plain[name])
         return plain
@@ -177,7 +188,9 @@ def _refuse_fields(args: GRPOExtConfig) -> None:
             "'normalize_then_sum'."
         )
     if args.importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level={args.importance_sampling_level!r}: must be 'token' or 'sequence'.")
+        raise ValueError(
+            f"importance_sampling_level={args.importance_sampling_level!r}: must be 'token' or 'sequence'."
+        )
     for name, why in REFUSED_FIELDS.items():
         if _is_set(args, name):
             raise ValueError(f"{name}={getattr(args, name)!r} would be ignored: {why}. Remove it.")
@@ -265,6 +278,8 @@ def _loss_knobs_of_trl_fields(args: GRPOExtConfig, use_cispo: bool) -> dict[str,
         "ratio_clip_min": low,
         "ratio_clip_max": high,
     }
+    if args.loss_fn is None:  # TRL's objective as it is: its KL has no clamps
+        knobs |= {"kl_input_clamp_value": None, "kl_output_clamp_value": None}
     if args.delta is not None:
         # TRL takes min(rho, delta) before the clip. Below 1 + epsilon_high that lowers the upper clip where A > 0,
         # and where A < 0 the bound that is left is 1 + epsilon_high.
@@ -324,7 +339,7 @@ def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
 
 def _check_updates_per_rollout(args: GRPOExtConfig) -> None:
     micro_batches_a_rollout = args.steps_per_generation * args.num_iterations
-    if args.loss_fn.force_on_policy_ratio and args.gradient_accumulation_steps % micro_batches_a_rollout != 0:
+    if args.loss_config.force_on_policy_ratio and args.gradient_accumulation_steps % micro_batches_a_rollout != 0:
         raise ValueError(
             f"force_on_policy_ratio=True with several updates a rollout (steps_per_generation="
             f"{args.steps_per_generation}, num_iterations={args.num_iterations}, gradient_accumulation_steps="

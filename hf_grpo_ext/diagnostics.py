@@ -37,7 +37,9 @@ class MetricWindow:
         """Adds the metrics of one micro-batch: detached scalars on one device. Does not wait for the device."""
         for name, value in metrics.items():
             if reductions[name] not in REDUCTIONS:
-                raise ValueError(f"Metric {name!r} has the reduction {reductions[name]!r}: use one of {list(REDUCTIONS)}.")
+                raise ValueError(
+                    f"Metric {name!r} has the reduction {reductions[name]!r}: use one of {list(REDUCTIONS)}."
+                )
             value = value.detach().float()
             if name in self._values:
                 value = REDUCTIONS[reductions[name]](torch.stack([self._values[name], value]))

@@ -14,7 +14,7 @@ from .kl import kl_estimate, kl_penalty
 from .loss_config import PRESETS, ClippedPGLossConfig
 from .reductions import masked_mean, token_mean
 
-__all__ = ["METRIC_REDUCTIONS", "PRESETS", "ClippedPGLossConfig", "ClippedPGLossFn"]
+__all__ = ["ENGINE_METRICS", "METRIC_REDUCTIONS", "PRESETS", "ClippedPGLossConfig", "ClippedPGLossFn"]
 
 # How a metric of several micro-batches and processes becomes one. The means are already divided by the counts of the
 # whole optimizer step, so that their sum is the mean.
@@ -37,6 +37,16 @@ METRIC_REDUCTIONS: dict[str, str] = {
     "is_oob_ratio": "sum",
     "num_valid_samples": "sum",
 }
+
+# The metrics that compare the training engine with the one that sampled.
+ENGINE_METRICS = (
+    "token_mult_prob_error",
+    "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling_importance_ratio",
+    "approx_entropy",
+)
 
 
 @dataclass(frozen=True)
@@ -130,9 +140,7 @@ class ClippedPGLossFn:
                 return masked_mean(values, x.mask, global_valid_toks)
             return masked_mean(token_mean(values, x.mask).squeeze(-1), x.sample_mask, global_valid_seqs)
 
-        log_ratio = policy_log_ratio(
-            x.logprobs, x.prev, x.mask, sequence_level=config.sequence_level_importance_ratios
-        )
+        log_ratio = policy_log_ratio(x.logprobs, x.prev, x.mask, sequence_level=config.sequence_level_importance_ratios)
         ratio = torch.exp(log_ratio)
         token_loss, used_ratio, clipped_ratio = self._policy_loss(x, ratio)
 
@@ -207,6 +215,8 @@ class ClippedPGLossFn:
             weight = torch.exp(x.logprobs - x.logprobs.detach())
         else:
             weight = None
+        if x.reference is None:  # `_check_batch` has seen to it
+            raise ValueError("batch has no 'reference_policy_logprobs', which the KL term needs.")
         return kl_penalty(
             x.reference - x.logprobs,
             config.reference_policy_kl_type,
@@ -279,7 +289,9 @@ class ClippedPGLossFn:
 
 def _check_batch(config: ClippedPGLossConfig, logprobs: Tensor, batch: Mapping[str, Tensor]) -> None:
     if logprobs.dim() != 2 or not logprobs.is_floating_point():
-        raise ValueError(f"logprobs has shape {tuple(logprobs.shape)} and dtype {logprobs.dtype}: a float [B, T] is needed.")
+        raise ValueError(
+            f"logprobs has shape {tuple(logprobs.shape)} and dtype {logprobs.dtype}: a float [B, T] is needed."
+        )
     rows, tokens = logprobs.shape
     needed = {"advantages": "always", "token_mask": "always", "sample_mask": "always"}
     if config.has_kl_term:
@@ -294,8 +306,9 @@ def _check_batch(config: ClippedPGLossConfig, logprobs: Tensor, batch: Mapping[s
     for key, why in needed.items():
         if batch.get(key) is None:
             raise ValueError(f"batch has no {key!r}, which is needed {why}.")
-    full, either = [(rows, tokens)], [(rows, tokens), (rows, 1)]
-    shapes = {
+    full: list[tuple[int, ...]] = [(rows, tokens)]
+    either: list[tuple[int, ...]] = [(rows, tokens), (rows, 1)]
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "advantages": either,
         "token_mask": full,
         "sample_mask": [(rows,)],

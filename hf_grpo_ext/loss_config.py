@@ -225,16 +225,17 @@ def _check_exclusions(c: ClippedPGLossConfig) -> None:
         )
     if c.disable_ppo_ratio and c.ratio_clip_c is not None:
         raise ValueError(
-            f"disable_ppo_ratio=True with ratio_clip_c={c.ratio_clip_c}: REINFORCE clips nothing. Set ratio_clip_c=None."
+            f"disable_ppo_ratio=True with ratio_clip_c={c.ratio_clip_c}: REINFORCE clips nothing. Remove ratio_clip_c."
         )
     if c.disable_ppo_ratio and c.sequence_level_importance_ratios:
         raise ValueError(
-            "disable_ppo_ratio=True with sequence_level_importance_ratios=True: REINFORCE has no ratio. Set one of them."
+            "disable_ppo_ratio=True with sequence_level_importance_ratios=True: REINFORCE has no ratio. Set one of "
+            "them."
         )
     if c.use_on_policy_kl_approximation and c.kl_importance_weight != "score_function":
         raise ValueError(
-            f"use_on_policy_kl_approximation=True with kl_importance_weight={c.kl_importance_weight!r}: both choose the "
-            "weight of the KL term. Leave kl_importance_weight at 'score_function'."
+            f"use_on_policy_kl_approximation=True with kl_importance_weight={c.kl_importance_weight!r}: both choose "
+            "the weight of the KL term. Leave kl_importance_weight at 'score_function'."
         )
     if not c.use_cispo:
         return

@@ -79,6 +79,7 @@ class ComponentReward:
         self._kind: str | None = None
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
+        """The sum of the components of each sample, None where there is none."""
         return self._read(self.function(**kwargs), len(kwargs["completions"]))
 
     def _read(self, answer: Any, count: int) -> list[float | None]:
@@ -99,7 +100,8 @@ class AsyncComponentReward(ComponentReward):
 
     function: Callable[..., Awaitable[Any]]
 
-    async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]  # the same, awaited
+    async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]  # awaited
+        """The sum of the components of each sample, None where there is none."""
         return self._read(await self.function(**kwargs), len(kwargs["completions"]))
 
 
@@ -180,7 +182,15 @@ class ComponentNames:
     @property
     def owners(self) -> list[int]:
         """For each component, the index of its function."""
-        return [index for index, seen in enumerate(self._seen) for _ in seen or [None]]
+        return [index for index, seen in enumerate(self._seen) for _ in seen or [""]]
+
+    def local_columns(self, functions: Sequence[ComponentReward | None], count: int) -> list[list[float]]:
+        """The last answers of this process, `[K, count]`; NaN where a component is absent or a function is not ours."""
+        absent = [math.nan] * count
+        return [
+            absent if function is None else function.components.get(name, absent)
+            for name, function in zip(self.names, (functions[owner] for owner in self.owners), strict=True)
+        ]
 
 
 def reject_duplicates(names: Sequence[str], what: str) -> None:
@@ -195,7 +205,9 @@ def reject_duplicates(names: Sequence[str], what: str) -> None:
 
 def _component_name(key: Any, function: str) -> str:
     if not isinstance(key, str) or not key:
-        raise TypeError(f"The reward function {function!r} named a component {key!r}: a name must be a non-empty string.")
+        raise TypeError(
+            f"The reward function {function!r} named a component {key!r}: a name must be a non-empty string."
+        )
     return key
 
 

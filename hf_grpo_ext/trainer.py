@@ -6,7 +6,7 @@ The seams, and what each one changes:
 | --- | --- |
 | `_calculate_rewards` | the parent's, then the table of components instead of one column a function |
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
-| `get_batch_samples`, `_prepare_inputs` | the parent's, for all micro-batches of an optimizer step at once, with the counts that its loss is divided by |
+| `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step, with the counts of its tokens |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -29,10 +29,17 @@ from .config import GRPOExtConfig
 from .diagnostics import MetricWindow
 from .entropy import adapted_entropy_coef
 from .grouping import group_has_signal
-from .loss import METRIC_REDUCTIONS, ClippedPGLossFn
+from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import loss_token_mask, valid_counts
 from .reductions import masked_mean, masked_sum
-from .rewards import COMPONENT_PREFIX, AsyncComponentReward, ComponentNames, ComponentReward, component_weights, weighted_sum
+from .rewards import (
+    COMPONENT_PREFIX,
+    AsyncComponentReward,
+    ComponentNames,
+    ComponentReward,
+    component_weights,
+    weighted_sum,
+)
 
 SEAMS = (
     "_calculate_rewards",
@@ -87,7 +94,15 @@ class GRPOExtTrainer(GRPOTrainer):
             batch, or the loss needs log-probabilities of an engine that there is not.
     """
 
-    _tag_names = ["trl", "grpo", "hf_grpo_ext"]
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "hf_grpo_ext"]
+
+    # What TRL's constructor sets and we change.
+    args: GRPOExtConfig
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    entropy_coef: float
+    _step: int
 
     def __init__(
         self,
@@ -106,7 +121,7 @@ class GRPOExtTrainer(GRPOTrainer):
             )
         _check_trainable(model)
         _check_dataset(train_dataset, args)
-        if args.loss_fn.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
+        if args.loss_config.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
             raise ValueError(
                 "use_importance_sampling_correction or use_on_policy_kl_approximation needs the log-probabilities of "
                 "the engine that sampled. Set use_vllm=True, or pass a rollout_func that returns its `logprobs`."
@@ -117,8 +132,8 @@ class GRPOExtTrainer(GRPOTrainer):
             super().__init__(model, None if reward_funcs is None else list(functions), args, train_dataset, **kwargs)
         _check_trainable(self.model)
 
-        self.loss_fn = ClippedPGLossFn(args.loss_fn)
-        self.adv_estimator = get_advantage_estimator(args.adv_estimator, args.loss_fn)
+        self.loss_fn = ClippedPGLossFn(args.loss_config)
+        self.adv_estimator = get_advantage_estimator(args.adv_estimator_config, args.loss_config)
         # TRL's own advantages are computed and replaced; this path of theirs takes any number of components.
         self.multi_objective_aggregation = "sum_then_normalize"
 
@@ -138,20 +153,14 @@ class GRPOExtTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         self.reward_func_names = self._function_names
         per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        wrapped = [function if isinstance(function, ComponentReward) else None for function in self.reward_funcs]
-        self._components.update(
-            gather_object([[list(function.components) if function else [] for function in wrapped]])
-        )
+        ours = [function if isinstance(function, ComponentReward) else None for function in self.reward_funcs]
+        self._components.update(gather_object([[list(function.components) if function else [] for function in ours]]))
         names, owners = self._components.names, self._components.owners
-        absent = [float("nan")] * len(prompts)
-        columns = [
-            function.components.get(name, absent) if (function := wrapped[owner]) else absent
-            for name, owner in zip(names, owners, strict=True)
-        ]
-        local = torch.tensor(columns, dtype=torch.float32, device=self.accelerator.device).T.contiguous()
-        table = self.accelerator.gather(local)
+
+        columns = torch.tensor(self._components.local_columns(ours, len(prompts)), device=self.accelerator.device)
+        table: Tensor = self.accelerator.gather(columns.T.contiguous())
         for index, owner in enumerate(owners):
-            if wrapped[owner] is None:  # a reward model, whose column TRL has computed
+            if ours[owner] is None:  # a reward model, whose column TRL has computed
                 table[:, index] = per_function[:, owner]
 
         self._check_groups(len(table))
@@ -194,9 +203,9 @@ class GRPOExtTrainer(GRPOTrainer):
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         token_mask = loss_token_mask(batch)
         batch["sample_mask"] = token_mask.any(-1)
-        if self.args.loss_fn.use_kl_in_reward and "old_per_token_logps" not in batch:
+        if self.args.loss_config.use_kl_in_reward and "old_per_token_logps" not in batch:
             with torch.no_grad():
-                batch["old_per_token_logps"] = self._logprobs(self.model, batch)[0].detach()
+                batch["old_per_token_logps"] = self._forward(self.model, batch)[0]
 
         columns = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
         group_ids = torch.arange(len(self._reward_table), device=token_mask.device) // self._group_size
@@ -219,7 +228,7 @@ class GRPOExtTrainer(GRPOTrainer):
     def _gathered_for_advantages(self, batch: dict[str, Any], token_mask: Tensor) -> dict[str, Tensor]:
         """What the estimator reads of all processes: the mask, and the log-probabilities if the KL is in the reward."""
         local = {"mask": token_mask}
-        if self.args.loss_fn.use_kl_in_reward:
+        if self.args.loss_config.use_kl_in_reward:
             local["logprobs_policy"] = batch["old_per_token_logps"]
             local["logprobs_reference"] = batch["ref_per_token_logps"]
         elif not self.adv_estimator.token_level:
@@ -229,16 +238,14 @@ class GRPOExtTrainer(GRPOTrainer):
             for key, value in local.items()
         }
 
-    def _log_advantages(
-        self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor
-    ) -> None:
+    def _log_advantages(self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
         """Puts what trained in the place of what TRL logged."""
         if advantages.dim() == 2:
             advantages = masked_mean(advantages, mask, mask.sum(-1), dim=-1)
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
-        if self.args.adv_estimator.name == "gdpo":  # any component that varies is signal
+        if self.args.adv_estimator_config.name == "gdpo":  # any component that varies is signal
             signal = torch.stack([group_has_signal(column, group_ids) for column in columns.values()]).any(0)
         else:
             signal = group_has_signal(weighted_sum(self._reward_table, self.reward_weights.to(mask.device)), group_ids)
@@ -249,6 +256,7 @@ class GRPOExtTrainer(GRPOTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
+        """The parent's, and remembers them: they are the micro-batches of one optimizer step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._raw_window, self._prepared_window = list(batches), []
         return batches, num_items
@@ -280,21 +288,21 @@ class GRPOExtTrainer(GRPOTrainer):
 
     # The loss
 
-    def _logprobs(
-        self, model: nn.Module, batch: dict[str, Any], **wanted: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        extra = {name: batch[name] for name in MODEL_INPUTS if name in batch}
-        result: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, batch["completion_ids"].shape[1], **wanted, **extra
+    def _forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropies of the completion tokens, `[B, T]`, and the router loss of a MoE model."""
+        result: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].shape[1],
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
         return result
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        logprobs, entropies, aux_loss = self._logprobs(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        logprobs, entropies, aux_loss = self._forward(model, inputs)
         mask = loss_token_mask(inputs)
         active = mask
         if self.top_entropy_quantile < 1.0:
@@ -309,6 +317,7 @@ class GRPOExtTrainer(GRPOTrainer):
             "reference_policy_logprobs": inputs.get("ref_per_token_logps"),
         }
         batch["policy_weights"] = self._policy_weights(inputs, batch, logprobs, active)
+        loss: Tensor
         loss, metrics = self.loss_fn(
             logprobs,
             batch,
@@ -317,6 +326,10 @@ class GRPOExtTrainer(GRPOTrainer):
         )
         # Gradients are averaged over processes, and the loss is a share of a sum over them.
         loss = loss * self.accelerator.num_processes
+        if batch["generation_logprobs"] is None:  # nothing to compare with, and a curve of zeros would look like health
+            metrics = {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
+        if not self.args.loss_config.has_kl_term:
+            del metrics["kl_penalty"]
         self._metric_window.add(metrics, METRIC_REDUCTIONS)
         loss = loss + self._regularizers(entropies, active, mask, aux_loss, inputs["global_valid_toks"])
         self._flush_metrics()
@@ -368,14 +381,15 @@ class GRPOExtTrainer(GRPOTrainer):
         if self.model.training and not self.accelerator.sync_gradients:
             return
         values = self._metric_window.flush(self.accelerator.gather)
-        active_entropy, active_tokens = values.pop("active_entropy", None), values.pop("active_tokens", None)
-        if active_tokens is not None and self.model.training:
-            self._adapt_entropy_coef(active_entropy / max(active_tokens, 1.0))
-            values["entropy_coef"] = self.entropy_coef
+        if self._entropy_bonus_enabled:
+            entropy = values.pop("active_entropy") / max(values.pop("active_tokens"), 1.0)
+            if self.model.training:
+                self._adapt_entropy_coef(entropy)
+                values["entropy_coef"] = self.entropy_coef
         log = self._metrics[self._mode]
         for name, value in values.items():
             log[name].append(value)
-            if name in TRL_METRIC_NAMES and (name != "kl_penalty" or self.beta != 0.0):
+            if name in TRL_METRIC_NAMES:
                 log[TRL_METRIC_NAMES[name]].append(value)
 
     def _adapt_entropy_coef(self, entropy: float) -> None:
