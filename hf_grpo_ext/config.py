@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trl import GRPOConfig
 
@@ -88,7 +88,7 @@ class GRPOExtConfig(GRPOConfig):
         ('gdpo', 0.28, 0.28, 'normalize_then_sum')
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "adv_estimator", "loss_fn"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "adv_estimator", "loss_fn"]
 
     # The command line takes a field of several types as text, so `str` stands second in these unions.
     adv_estimator: dict[str, Any] | str | AdvEstimatorConfig | None = field(

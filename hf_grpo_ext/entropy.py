@@ -13,7 +13,8 @@ def adapted_entropy_coef(
         entropy: the mean entropy of a token over the optimizer step, nats.
         target: the entropy to hold, nats.
         step: how far the coefficient moves.
-        lowest, highest: its bounds.
+        lowest: its lower bound.
+        highest: its upper bound.
 
     Source:
         Skywork-OR1, arXiv:2505.22312.

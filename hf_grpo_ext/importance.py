@@ -83,7 +83,8 @@ def truncate_weights(
         log_ratio: `prev - gen`, `[B, T]`, nats, 0 where masked.
         mask: `[B, T]`.
         kind: "tis", "icepop" or "seq-mask-tis".
-        low, high: the bounds, on the ratio (not on its logarithm).
+        low: the lower bound, on the ratio (not on its logarithm).
+        high: the upper bound, likewise.
 
     Returns:
         `(weights, out_of_bounds)`: the second is bool, `[B, T]` or `[B, 1]` (one decision a row).
