@@ -83,7 +83,7 @@ class GRPOExtConfig(GRPOConfig):
         ValueError: an unknown key, a combination that cannot be, or a field of TRL's that cannot be honoured.
 
     Example:
-        >>> args = GRPOExtConfig(output_dir="out", adv_estimator="gdpo", loss_fn={"ratio_clip_max": 0.28})
+        >>> args = GRPOExtConfig(adv_estimator="gdpo", loss_fn={"ratio_clip_max": 0.28}, use_cpu=True)
         >>> args.adv_estimator.name, args.loss_fn.ratio_clip_max, args.epsilon_high, args.multi_objective_aggregation
         ('gdpo', 0.28, 0.28, 'normalize_then_sum')
     """

@@ -15,37 +15,53 @@ from .kl import KL_TYPES
 KL_WEIGHTS = ("score_function", "policy_ratio", "none")
 
 # Each method as the knobs that make it, with the numbers of its paper. The advantage side is chosen apart, by
-# `adv_estimator`. A clip of `inf` is no clip.
+# `adv_estimator`.
 PRESETS: dict[str, dict[str, Any]] = {
     # Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347
-    "ppo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.0},
-    # Shao et al., DeepSeekMath, arXiv:2402.03300
-    "grpo": {
+    "ppo": {
+        "token_level_loss": True,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
+        "reference_policy_kl_penalty": 0.0,
+    },
+    # Shao et al., DeepSeekMath, arXiv:2402.03300
+    "grpo": {
         "token_level_loss": False,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.2,
         "reference_policy_kl_penalty": 0.04,
         "reference_policy_kl_type": "k3",
     },
     # Williams, Simple Statistical Gradient-Following Algorithms (1992)
-    "reinforce": {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0},
+    "reinforce": {"token_level_loss": True, "disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0},
     # Ahmadian et al., Back to Basics, arXiv:2402.14740: REINFORCE; the leave-one-out baseline is the estimator's
-    "rloo": {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0},
+    "rloo": {"token_level_loss": True, "disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0},
     # Yu et al., DAPO, arXiv:2503.14476
-    "dapo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
+    "dapo": {
+        "token_level_loss": True,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.28,
+        "reference_policy_kl_penalty": 0.0,
+    },
     # Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783: the caller divides by rows times the longest
     # allowed completion instead of the number of valid tokens
-    "dr_grpo": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.0},
+    "dr_grpo": {
+        "token_level_loss": True,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.2,
+        "reference_policy_kl_penalty": 0.0,
+    },
     # Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071
     "gspo": {
-        "ratio_clip_min": 3e-4,
-        "ratio_clip_max": 4e-4,
         "token_level_loss": False,
         "sequence_level_importance_ratios": True,
+        "ratio_clip_min": 3e-4,
+        "ratio_clip_max": 4e-4,
         "reference_policy_kl_penalty": 0.0,
     },
     # MiniMax-M1, arXiv:2506.13585 (no lower bound); the cap of 5 is from ScaleRL, arXiv:2510.13786
     "cispo": {
+        "token_level_loss": True,
         "use_cispo": True,
         "ratio_clip_min": 1.0,
         "ratio_clip_max": 4.0,
@@ -53,6 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Ye et al., Mastering Complex Control in MOBA Games, arXiv:1912.09729
     "dual_clip": {
+        "token_level_loss": True,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
         "ratio_clip_c": 3.0,
@@ -60,6 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Hu et al., REINFORCE++, arXiv:2501.03262, with the k2 penalty of its baseline variant
     "reinforce_plus_plus": {
+        "token_level_loss": True,
         "ratio_clip_min": 0.2,
         "ratio_clip_max": 0.2,
         "reference_policy_kl_penalty": 0.01,

@@ -1,0 +1,282 @@
+"""One battery of laws over all estimators, so that a new one inherits every test; then what is special to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import advantages
+from torch import Tensor
+
+from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, get_advantage_estimator
+from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows
+from hf_grpo_ext.grouping import group_baseline_and_std, group_has_signal, group_rows
+
+TOKENS = 5
+# Groups of different size in mixed order.
+GROUPS = [0, 0, 2, 0, 1, 1, 2, 1, 0, 2, 1, 1]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "grpo_plain": {"name": "grpo", "use_leave_one_out_baseline": False},
+    "rloo": {"name": "grpo", "normalize_rewards": False},
+    "gdpo": {"name": "gdpo"},
+    "gdpo_plain": {"name": "gdpo", "use_leave_one_out_baseline": False},
+    "gdpo_undivided": {"name": "gdpo", "normalize_rewards": False},
+    "reinforce_plus_plus": {"name": "reinforce_plus_plus"},
+}
+every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def rewards(seed: int = 0) -> dict[str, list[float]]:
+    random = np.random.default_rng(seed)
+    return {
+        "correctness": random.integers(0, 2, len(GROUPS)).astype(float).tolist(),
+        "length": random.normal(size=len(GROUPS)).tolist(),
+    }
+
+
+def mask() -> Tensor:
+    lengths = torch.tensor([1, 5, 3, 2, 4, 5, 1, 2, 3, 4, 5, 2])
+    return (torch.arange(TOKENS) < lengths[:, None]).float()
+
+
+def compute(config: dict[str, Any], table: dict[str, list[Any]], groups: list[int] = GROUPS, **extra: Any) -> Tensor:
+    return advantages(rewards=table, group_ids=groups, mask=extra.pop("mask", mask()), **config, **extra)
+
+
+def test_every_estimator_is_in_the_battery() -> None:
+    assert {config["name"] for config in VARIANTS.values()} == set(ADVANTAGE_ESTIMATORS)
+
+
+@every_variant
+def test_order_of_rows_does_not_matter(config: dict[str, Any]) -> None:
+    order = np.random.default_rng(1).permutation(len(GROUPS))
+    shuffled = {name: [column[i] for i in order] for name, column in rewards().items()}
+    a = compute(config, shuffled, [GROUPS[i] for i in order], mask=mask()[order])
+    torch.testing.assert_close(a, compute(config, rewards())[order], rtol=1e-12, atol=1e-12)
+
+
+@every_variant
+def test_names_of_groups_do_not_matter(config: dict[str, Any]) -> None:
+    renamed = [{0: 70, 1: -3, 2: 12}[group] for group in GROUPS]
+    torch.testing.assert_close(compute(config, rewards(), renamed), compute(config, rewards()), rtol=1e-12, atol=1e-12)
+
+
+@every_variant
+def test_a_constant_added_to_a_group_changes_nothing(config: dict[str, Any]) -> None:
+    table = rewards()
+    table["length"] = [x + 3.5 * (group == 1) for x, group in zip(table["length"], GROUPS, strict=True)]
+    torch.testing.assert_close(compute(config, table), compute(config, rewards()), rtol=1e-9, atol=1e-9)
+
+
+@every_variant
+def test_equal_rewards_everywhere_are_exactly_zero(config: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        table = {"a": [0.7] * len(GROUPS), "b": [0.1 * group for group in GROUPS]}
+        assert compute(config, table, dtype=dtype).abs().max() == 0
+
+
+@every_variant
+@pytest.mark.parametrize("hole", ["masked", "unscored"])
+def test_a_row_that_does_not_count_neither_votes_nor_learns(config: dict[str, Any], hole: str) -> None:
+    table, row_mask = rewards(), mask()
+    if hole == "masked":
+        row_mask[3] = 0
+        table["length"][3] = 1e6
+    else:
+        table = {name: [None if i == 3 else x for i, x in enumerate(column)] for name, column in table.items()}
+    a = compute(config, table, mask=row_mask)
+    others = [i for i in range(len(GROUPS)) if i != 3]
+    removed = {name: [column[i] for i in others] for name, column in rewards().items()}
+    without = compute(config, removed, [GROUPS[i] for i in others], mask=mask()[others])
+    torch.testing.assert_close(a[others], without, rtol=1e-12, atol=1e-12)
+    assert a[3].abs().max() == 0
+
+
+@every_variant
+def test_the_clamp_comes_last(config: dict[str, Any]) -> None:
+    a = compute(config, rewards())
+    clamped = compute(config | {"advantage_clip_low": -0.5, "advantage_clip_high": 0.25}, rewards())
+    assert a.min() < -0.5
+    assert a.max() > 0.25
+    torch.testing.assert_close(clamped, a.clamp(-0.5, 0.25), rtol=0, atol=0)
+    low_only = compute(config | {"advantage_clip_low": -0.5}, rewards())
+    torch.testing.assert_close(low_only, a.clamp(min=-0.5), rtol=0, atol=0)
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_stays_near_float64(config: dict[str, Any], dtype: torch.dtype) -> None:
+    coarse = {name: torch.tensor(column).to(dtype).double().tolist() for name, column in rewards(3).items()}
+    a = compute(config, coarse, dtype=dtype)
+    assert a.dtype == torch.float32
+    torch.testing.assert_close(a.double(), compute(config, coarse), rtol=1e-4, atol=2e-5)
+
+
+@every_variant
+def test_large_rewards_stay_finite(config: dict[str, Any]) -> None:
+    table = {"a": [1e6 * (i % 2) for i in range(len(GROUPS))], "b": rewards()["length"]}
+    for dtype in (torch.float32, torch.float64):
+        a = compute(config, table, dtype=dtype)
+        assert a.isfinite().all()
+        assert a.abs().max() > 0.1
+
+
+@every_variant
+def test_extreme_batches(config: dict[str, Any]) -> None:
+    table = {"a": [1.0, 0.0], "b": [0.0, 1.0]}
+    assert compute(config, table, [0, 1], mask=torch.zeros(2, 3)).abs().max() == 0  # all masked
+    nothing = compute(config, {"a": [None, None], "b": [None, None]}, [0, 0], mask=torch.ones(2, 3))
+    assert nothing.abs().max() == 0
+    estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
+    empty = {"a": torch.zeros(0), "b": torch.zeros(0)}
+    shape = estimator.compute_advantage(torch.zeros(0, dtype=torch.long), empty, torch.zeros(0, 3)).shape
+    assert shape == ((0, 3) if estimator.token_level else (0,))
+
+
+def reference(values: np.ndarray, groups: list[int], leave_one_out: bool, normalize: bool) -> np.ndarray:
+    """The formulas of group-relative advantages, written as loops over rows."""
+    out = np.zeros(len(values))
+    for i, value in enumerate(values):
+        peers = [values[j] for j in range(len(values)) if groups[j] == groups[i] and not (leave_one_out and i == j)]
+        peers = [peer for peer in peers if not np.isnan(peer)]
+        if np.isnan(value) or not peers:
+            continue
+        out[i] = value - np.mean(peers)
+        if normalize and len(peers) > 1 and max(peers) > min(peers):
+            out[i] /= np.std(peers, ddof=1) + 1e-6
+        elif max(peers) == min(peers):
+            out[i] = value - peers[0]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_against_loops(seed: int, leave_one_out: bool, normalize: bool) -> None:
+    random = np.random.default_rng(seed)
+    groups = random.integers(0, 4, 17).tolist()
+    columns = {name: random.choice([0.0, 1.0, 0.3, np.nan], 17) for name in "xyz"}
+    weights = {"x": 0.5, "y": 2.0, "z": -1.0}
+    knobs = {"use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
+    extras = {"reward_weights": weights}
+    table = {name: column.tolist() for name, column in columns.items()}
+    unscored = np.isnan(np.stack(list(columns.values()))).all(0)
+
+    total = sum(weights[name] * np.nan_to_num(column) for name, column in columns.items())
+    total[unscored] = np.nan
+    grpo = advantages("grpo", table, groups, extras=extras, **knobs)
+    np.testing.assert_allclose(grpo.numpy(), reference(total, groups, leave_one_out, normalize), rtol=1e-12, atol=1e-12)
+
+    summed = sum(weights[n] * reference(c, groups, leave_one_out, normalize) for n, c in columns.items())
+    valid = summed[~unscored]
+    summed = np.where(unscored, 0, (summed - valid.mean()) / valid.std(ddof=1))
+    gdpo = advantages("gdpo", table, groups, extras=extras, **knobs)
+    np.testing.assert_allclose(gdpo.numpy(), summed, rtol=1e-9, atol=1e-9)
+
+
+def test_scaling_one_component_changes_nothing_under_gdpo() -> None:
+    scaled = dict(rewards(), length=[1000 * x for x in rewards()["length"]])
+    # The epsilon beside the std is what is left of the scale.
+    torch.testing.assert_close(
+        compute(VARIANTS["gdpo"], scaled), compute(VARIANTS["gdpo"], rewards()), rtol=1e-4, atol=1e-5
+    )
+    assert not torch.allclose(compute(VARIANTS["grpo"], scaled), compute(VARIANTS["grpo"], rewards()), atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_components_that_cancel_are_not_whitened_into_noise(dtype: torch.dtype) -> None:
+    x = [1.0, 0.0, 0.0, 0.3, 0.7, 0.1, 0.9, 0.2]
+    a = advantages("gdpo", {"x": x, "y": [1 - value for value in x]}, dtype=dtype, normalize_rewards=False)
+    assert a.abs().max() == 0
+
+
+def test_a_group_without_signal_stays_at_zero_beside_one_with_signal() -> None:
+    table = {"x": [1, 0, 0, 0, 0.3, 0.3, 0.3], "y": [0, 0, 1, 0, 0.1, 0.1, 0.1]}
+    for knobs in ({"use_leave_one_out_baseline": False}, {"normalize_rewards": False}):
+        a = advantages("gdpo", table, [0] * 4 + [1] * 3, dtype=torch.float32, **knobs)
+        assert a[4:].tolist() == [0.0] * 3
+        assert a[:4].abs().min() > 0.01
+
+
+def test_whitening_makes_unit_variance() -> None:
+    a = compute(VARIANTS["gdpo"], rewards())
+    assert a.mean().item() == pytest.approx(0, abs=1e-12)
+    assert a.std().item() == pytest.approx(1, abs=1e-12)
+    tokens = compute(VARIANTS["reinforce_plus_plus"], rewards())[mask().bool()]
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-12)
+    assert tokens.std(unbiased=False).item() == pytest.approx(1, abs=1e-12)
+
+
+def test_kl_in_the_reward_of_grpo_is_the_sum_over_tokens() -> None:
+    policy, ref = -torch.rand(len(GROUPS), TOKENS).double(), -torch.rand(len(GROUPS), TOKENS).double()
+    loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"}
+    a = compute(VARIANTS["rloo"], rewards(), loss=loss, extras={"logprobs_policy": policy, "logprobs_reference": ref})
+    kl = ((policy - ref) * mask()).sum(-1)
+    table = rewards()
+    table["length"] = (torch.tensor(table["length"], dtype=torch.float64) - 0.3 * kl).tolist()
+    torch.testing.assert_close(a, compute(VARIANTS["rloo"], table), rtol=1e-9, atol=1e-9)
+
+
+def test_kl_in_the_reward_needs_log_probabilities_and_one_reward() -> None:
+    with pytest.raises(ValueError, match="needs logprobs_policy and logprobs_reference"):
+        advantages("grpo", [1, 0], loss={"use_kl_in_reward": True})
+    with pytest.raises(ValueError, match="which component would carry the KL is not defined"):
+        get_advantage_estimator(AdvEstimatorConfig(name="gdpo"), ClippedPGLossConfig(use_kl_in_reward=True))
+    wrong = {"logprobs_policy": torch.zeros(2, 3), "logprobs_reference": torch.zeros(2, 1)}
+    with pytest.raises(ValueError, match=r"logprobs_policy has shape \[2, 3\]"):
+        advantages("grpo", [1, 0], loss={"use_kl_in_reward": True}, extras=wrong)
+
+
+def test_errors_of_the_estimators() -> None:
+    with pytest.raises(
+        ValueError, match=r"at least two reward components, but saw 1: \['only'\].*adv_estimator=\"grpo\""
+    ):
+        advantages("gdpo", {"only": [1, 0]})
+    with pytest.raises(ValueError, match=r"names 'c', which is no reward component. The components are: a, b"):
+        advantages("gdpo", {"a": [1, 0], "b": [0, 1]}, extras={"reward_weights": {"c": 1.0}})
+    with pytest.raises(ValueError, match="did you mean 'gdpo'"):
+        AdvEstimatorConfig(name="gdpoo")
+    with pytest.raises(ValueError, match="minus_baseline=False with name='grpo'"):
+        AdvEstimatorConfig(minus_baseline=False)
+    with pytest.raises(ValueError, match="advantage_clip_low=1 is above advantage_clip_high=0"):
+        AdvEstimatorConfig(advantage_clip_low=1, advantage_clip_high=0)
+    with pytest.raises(TypeError, match="normalize_rewards='yes' is a str"):
+        AdvEstimatorConfig(normalize_rewards="yes")  # type: ignore[arg-type]
+    estimator = get_advantage_estimator(AdvEstimatorConfig())
+    ids = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(TypeError, match="it must map component names"):
+        estimator.compute_advantage(ids, torch.zeros(3), torch.ones(3, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rewards holds no component"):
+        estimator.compute_advantage(ids, {}, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"component 'x' has shape \[2\]"):
+        estimator.compute_advantage(ids, {"x": torch.zeros(2)}, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"mask \[2, 1\]"):
+        estimator.compute_advantage(ids, {"x": torch.zeros(3)}, torch.ones(2, 1))
+
+
+def test_grouping_of_uneven_groups() -> None:
+    ids = torch.tensor([4, 9, 4, 4, 9, 1])
+    assert group_rows(ids).tolist() == [[5, -1, -1], [0, 2, 3], [1, 4, -1]]
+    values = torch.tensor([1.0, 2.0, 5.0, float("nan"), 2.0, 7.0])
+    baseline, std = group_baseline_and_std(values, ids, leave_one_out=False)
+    assert baseline.tolist()[:3] == [3.0, 2.0, 3.0]
+    assert std.tolist()[:2] == [pytest.approx(8**0.5), 0.0]
+    assert group_has_signal(values, ids).tolist() == [True, False, True, True, False, False]
+
+
+def test_leave_one_out_statistics_do_not_depend_on_the_row() -> None:
+    values = torch.tensor([1.0, 0.3, 0.6, 0.2])
+    ids = torch.zeros(4, dtype=torch.long)
+    baseline, std = group_baseline_and_std(values, ids, leave_one_out=True)
+    values[0] = 100.0
+    other_baseline, other_std = group_baseline_and_std(values, ids, leave_one_out=True)
+    assert baseline[0] == other_baseline[0]
+    assert std[0] == other_std[0]
+
+
+def test_whitening_of_one_row_or_of_none_is_zero() -> None:
+    assert whiten_rows(torch.tensor([5.0]), torch.tensor([True]), torch.tensor(0.0)).tolist() == [0.0]
+    assert whiten_rows(torch.tensor([5.0, 6.0]), torch.tensor([False] * 2), torch.tensor(0.0)).tolist() == [0.0, 0.0]

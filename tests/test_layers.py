@@ -1,0 +1,66 @@
+"""Rooms and arrows: who may import whom, and what the package must not contain."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_grpo_ext
+
+PACKAGE = Path(hf_grpo_ext.__file__).parent
+# Each module may import those above it.
+ORDER = [
+    "reductions",
+    "grouping",
+    "kl",
+    "importance",
+    "entropy",
+    "rewards",
+    "loss_config",
+    "advantages",
+    "loss",
+    "diagnostics",
+    "micro_batches",
+    "config",
+    "trainer",
+]
+KNOW_TRL = {"config", "trainer"}
+
+
+def imports(module: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or ""))
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found
+
+
+def test_every_module_has_its_place() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {*ORDER, "__init__"}
+
+
+def test_arrows_point_one_way() -> None:
+    for place, module in enumerate(ORDER):
+        ours = {name.lstrip(".") for name in imports(module) if name.startswith(".")}
+        assert ours <= set(ORDER[:place]), f"{module} imports {sorted(ours - set(ORDER[:place]))}"
+
+
+def test_the_mathematics_knows_no_trl() -> None:
+    for module in set(ORDER) - KNOW_TRL:
+        roots = {name.split(".")[0] for name in imports(module) if not name.startswith(".")}
+        assert not roots & {"trl", "transformers", "accelerate", "peft", "datasets"}, module
+
+
+def test_importing_the_mathematics_loads_no_trl() -> None:
+    code = "import sys, hf_grpo_ext; sys.exit(any(m in sys.modules for m in ('trl', 'transformers', 'accelerate')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_assert_in_the_package() -> None:
+    for path in PACKAGE.glob("*.py"):
+        asserts = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        assert not asserts, f"{path.name}: `python -O` strips the asserts in lines {asserts}"

@@ -1,0 +1,74 @@
+"""The private parts of TRL that the trainer stands on. This file is meant to fail first when TRL changes them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import trl
+from trl import GRPOTrainer
+
+from hf_grpo_ext.trainer import SEAMS, GRPOExtTrainer
+
+# Fingerprints of the code (without comments and docstrings) as of TRL 1.16.0. When one differs: read TRL's change,
+# decide what it means for the override in trainer.py, run the whole suite, then record the new fingerprint.
+FINGERPRINTS = {
+    "__init__": "e80f4531b23e94bd",
+    "_calculate_rewards": "998e876701979003",
+    "_compute_loss": "a0773aa2fda0f039",
+    "_generate_and_score_completions": "eb8ae2f174e2d691",
+    "_get_per_token_logps_and_entropies": "2e6159c321ddcea5",
+    "_prepare_inputs": "5af3fd0e05863c70",
+    "get_high_entropy_mask": "b25108dca83f1f0a",
+    "get_off_policy_mask": "021bd342723817ba",
+    "training_step": "7898429a45709229",
+}
+
+
+def fingerprint(function: Any) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            node.body = body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", sorted({*SEAMS, "__init__"}))
+def test_trl_has_not_changed_the_seam(name: str) -> None:
+    found = fingerprint(getattr(GRPOTrainer, name))
+    assert found == FINGERPRINTS[name], (
+        f"TRL {trl.__version__} changed GRPOTrainer.{name}, on which GRPOExtTrainer stands. Read its change, decide "
+        f"what it means for hf_grpo_ext/trainer.py, run the whole suite, then set FINGERPRINTS[{name!r}] = {found!r}."
+    )
+
+
+def test_the_overrides_are_the_listed_ones() -> None:
+    """What we override of TRL's is listed as a seam; nothing else is."""
+    ours = {name for name, value in vars(GRPOExtTrainer).items() if inspect.isfunction(value)}
+    overridden = {name for name in ours if hasattr(GRPOTrainer, name)} - {"__init__", "get_batch_samples"}
+    assert overridden <= set(SEAMS), f"overridden, but not listed in SEAMS: {sorted(overridden - set(SEAMS))}"
+
+
+def test_overrides_call_their_parent() -> None:
+    """All but the loss, which is what the class is there to replace."""
+    for name in ("__init__", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs"):
+        assert "super()." in inspect.getsource(getattr(GRPOExtTrainer, name)), name
+
+
+def test_no_statement_of_trls_loss_is_copied() -> None:
+    def statements(function: Any) -> set[str]:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return {
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)) and len(ast.unparse(node)) > 60
+        }
+
+    theirs = statements(GRPOTrainer._compute_loss) | statements(inspect.unwrap(GRPOTrainer._calculate_rewards))
+    ours = {s for value in vars(GRPOExtTrainer).values() if inspect.isfunction(value) for s in statements(value)}
+    assert not ours & theirs
