@@ -29,7 +29,7 @@ from tiny_env import (
     tool_tokenizer,
     trained,
 )
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 from trl import GRPOConfig
 
 from hf_grpo_ext import GRPOExtTrainer, get_gdpo_reward_component_keys
@@ -202,14 +202,18 @@ def test_reward_model_as_path_and_as_object(tiny_model: str, tmp_path: Path) -> 
     expected = None
     for model in (str(folder), judge):
         trainer = trained(
-            tiny_model, tmp_path, [model, constant({"a": [1, 0, 0, 0] * 2})], adv_estimator=CENTRED, reward_weights=[2, 1]
+            tiny_model,
+            tmp_path,
+            [model, constant({"a": [1, 0, 0, 0] * 2})],
+            adv_estimator=CENTRED,
+            reward_weights=[2, 1],
         )
         batch = trainer.scored[0]
         assert get_gdpo_reward_component_keys(batch) == ["reward/a", "reward/judge"]
         if expected is None:
             # By hand, one sample at a time: no padding, no batch. The text is the prompt and the completion run
             # together, without the <eos> that decoding has dropped.
-            ids = make_tokenizer()(
+            ids = AutoTokenizer.from_pretrained(folder)(
                 [p + c for p, c in zip(trainer._logs["prompt"], trainer._logs["completion"], strict=True)]
             )["input_ids"]
             with torch.no_grad():
@@ -277,6 +281,7 @@ def test_two_environments_in_a_dict_score_their_own_rows(tiny_model: str, tmp_pa
 
 # gdpo
 
+
 def centred(values: list[Any]) -> list[float]:
     """Each value minus the mean of those present in its group of four; 0 where absent."""
     out = []
@@ -313,6 +318,7 @@ def test_a_group_with_any_varying_component_is_signal_under_gdpo(
 
 
 # Components that come and go
+
 
 def by_step(answers: list[Any]) -> Any:
     """A reward function that gives the next answer each time it is called."""
@@ -393,10 +399,15 @@ def test_completions_of_a_small_evaluation_are_logged_when_components_come_late(
 
 # Weights
 
+
 def test_a_list_of_weights_is_one_a_function(tiny_model: str, tmp_path: Path) -> None:
     named = {"x": [1, 0, 0, 0] * 2, "y": [0, 1, 0, 0] * 2}
     trainer = trained(
-        tiny_model, tmp_path, [constant(named), lambda **_: [0, 0, 1, 0] * 2], adv_estimator=CENTRED, reward_weights=[2, -4]
+        tiny_model,
+        tmp_path,
+        [constant(named), lambda **_: [0, 0, 1, 0] * 2],
+        adv_estimator=CENTRED,
+        reward_weights=[2, -4],
     )
     # Totals [2, 2, -4, 0].
     assert trainer.scored[0]["advantages"].tolist() == [2, 2, -4, 0] * 2
@@ -432,6 +443,7 @@ def test_a_weight_of_a_component_that_comes_late_is_no_error(tiny_model: str, tm
 
 
 # Errors that say what came, the rule and the fix
+
 
 def test_an_unknown_weight_names_the_components_that_exist(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'z', which is no reward component. The components are: x, y"):
@@ -528,7 +540,7 @@ def test_an_adapter_that_was_loaded_for_inference(tiny_model: str, tmp_path: Pat
 @pytest.mark.parametrize("knob", ["use_importance_sampling_correction", "use_on_policy_kl_approximation"])
 def test_a_correction_without_an_engine(tiny_model: str, tmp_path: Path, knob: str) -> None:
     with pytest.raises(ValueError, match=r"needs the log-probabilities of the engine that sampled.*use_vllm=True"):
-        make_trainer(tiny_model, tmp_path, by_completion, loss_fn={knob: True})
+        make_trainer(tiny_model, tmp_path, by_completion, loss_fn={knob: True}, beta=0.1)
 
 
 def test_an_evaluation_batch_that_does_not_hold_whole_groups(tiny_model: str, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Watch(TrainerCallback):
         self.weights: list[dict[str, Tensor]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        self.gradients.append(flat(p.grad for p in trainable(model)))
+        self.gradients.append(flat(torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)))
         self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
 
 
@@ -127,6 +127,7 @@ def make_trainer(
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
+        "bf16": False,  # TRL's default is mixed precision
         "shuffle_dataset": False,
         "scale_rewards": "none",
     }
@@ -159,12 +160,9 @@ def logged(trainer: Any, name: str) -> list[float | None]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def by_completion(prompts: Any, completions: list[str], **_: Any) -> list[float]:
-    """A reward that varies inside the groups and depends on the text alone, whatever the order of the rows."""
-    return [
-        hashlib.sha256(f"{prompt}{text}".encode()).digest()[0] / 64
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
+def by_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that varies inside the groups and depends on the completion alone, whatever the order of the rows."""
+    return [hashlib.sha256(str(ids).encode()).digest()[0] / 64 for ids in completion_ids]
 
 
 def constant(values: Any) -> Callable[..., Any]:

@@ -1,0 +1,75 @@
+"""Two processes train to the weights of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+
+WORKER = Path(__file__).parent / "workers" / "train.py"
+DDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+use_cpu: true
+gpu_ids: all
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: 'no'
+"""
+
+
+def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, Any]:
+    config, out = folder / "ddp.yaml", folder / f"out_{processes}.pt"
+    config.write_text(DDP)
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(config)] if processes == 2 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, *launch, str(WORKER), model, str(out), json.dumps(fields)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = torch.load(out, weights_only=False)
+    assert result["processes"] == processes
+    assert result["wrapper"] == ("DistributedDataParallel" if processes == 2 else "Qwen2ForCausalLM")
+    return result
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"adv_estimator": "gdpo", "loss_type": "dapo", "gradient_accumulation_steps": 2},
+        {"adv_estimator": "reinforce_plus_plus", "loss_type": "grpo", "beta": 0.1, "num_iterations": 2},
+    ],
+    ids=["gdpo", "reinforce_plus_plus"],
+)
+def test_two_processes_train_to_the_weights_of_one(tmp_path: Path, fields: dict[str, Any]) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    # Groups of 4 stand across both processes' batches of 2 (or 4), and their rows differ in length.
+    rows = 4 if "gradient_accumulation_steps" in fields else 8
+    one = train(tmp_path, model, 1, per_device_train_batch_size=2 * rows, **fields)
+    two = train(tmp_path, model, 2, per_device_train_batch_size=rows, **fields)
+    start = load_file(f"{model}/model.safetensors")
+    changed = torch.cat([(one["weights"][name] - start[name]).flatten() for name in start])
+    differs = torch.cat([(one["weights"][name] - two["weights"][name]).flatten() for name in start])
+    assert changed.norm() > 0.01
+    assert (differs.norm() / changed.norm()).item() < 1e-5
+    for a, b in zip(one["log"], two["log"], strict=True):
+        # Every logged metric is that of all rows, however they are split.
+        compared = [name for name in a if "runtime" not in name and "per_second" not in name and name != "step_time"]
+        for name in compared:
+            want = a[name] if a[name] is None else pytest.approx(a[name], rel=1e-4, abs=1e-5)
+            assert b[name] == want, name

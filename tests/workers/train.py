@@ -1,0 +1,93 @@
+"""Trains the tiny model with forced completions in one of several processes, and saves what the test compares.
+
+    train.py MODEL_DIR OUT_FILE JSON_OF_FIELDS
+
+Completions depend on the prompt and the rank in its group alone, so that every number of processes sees the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny import SPECIAL, prompts  # noqa: E402  # the path comes first
+
+from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
+
+
+class Trainer(GRPOExtTrainer):
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any) -> Any:
+        first = self.accelerator.process_index * len(prompt_ids)
+        out = []
+        for row, ids in enumerate(prompt_ids):
+            digest = hashlib.sha256(f"{ids}/{(first + row) % self.num_generations}".encode()).digest()
+            letters = len(self.processing_class) - len(SPECIAL)
+            out.append([len(SPECIAL) + digest[1 + t] % letters for t in range(1 + digest[0] % 6)] + [1])
+        return out, None
+
+
+def reward(completions: list[str], **_: Any) -> dict[str, list[float]]:
+    return {
+        "length": [len(c) / 10 for c in completions],
+        "digits": [float(any(map(str.isdigit, c))) for c in completions],
+    }
+
+
+def late(completions: list[str], prompts: list[str], **_: Any) -> list[dict[str, float] | None]:
+    """Names that only some prompts have, and so perhaps only one of the processes."""
+    return [{f"first_{p[0]}": float("a" in c)} for p, c in zip(prompts, completions, strict=True)]
+
+
+def main() -> None:
+    model, out, fields = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    arguments = {
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "bf16": False,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(model, [reward, late], GRPOExtConfig(**(arguments | fields)), prompts(64))
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        torch.save(
+            {
+                "processes": trainer.accelerator.num_processes,
+                "wrapper": type(trainer.model_wrapped).__name__,
+                "weights": trainer.accelerator.unwrap_model(trainer.model).state_dict(),
+                "log": trainer.state.log_history,
+            },
+            out,
+        )
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
+
+
+if __name__ == "__main__":
+    main()
