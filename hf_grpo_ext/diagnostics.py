@@ -47,7 +47,7 @@ class MetricWindow:
             self._reductions[name] = reductions[name]
 
     def flush(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Reduces over all processes, empties the window and returns the values.
+        """Reduces over all processes, empties the window and returns the values; NaN for an extreme of nothing.
 
         Args:
             gather: takes `[1, M]` and returns `[P, M]`, the rows of P processes that hold the same metrics.
@@ -57,6 +57,8 @@ class MetricWindow:
         names = list(self._values)
         rows = gather(torch.stack([self._values[name] for name in names])[None])
         reduced = torch.stack([REDUCTIONS[self._reductions[name]](rows[:, i]) for i, name in enumerate(names)])
+        extremes = torch.tensor([self._reductions[name] != "sum" for name in names], device=reduced.device)
+        reduced = torch.where(extremes & reduced.isinf(), torch.nan, reduced)
         self._values.clear()
         self._reductions.clear()
         return dict(zip(names, reduced.tolist(), strict=True))

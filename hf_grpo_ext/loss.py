@@ -157,7 +157,7 @@ class ClippedPGLossFn:
 
         with torch.no_grad():
             metrics = self._ratio_metrics(x, used_ratio, clipped_ratio, global_valid_toks)
-            metrics |= self._mismatch_metrics(x, engine_log_ratio, global_valid_toks)
+            metrics |= self._mismatch_metrics(x, global_valid_toks)
             metrics["kl_penalty"] = kl.detach()
             if config.sequence_level_importance_ratios:
                 mean_weight = masked_mean(weights.squeeze(-1), x.sample_mask, global_valid_seqs)
@@ -243,16 +243,19 @@ class ClippedPGLossFn:
             metrics[f"{name}_max"] = values.masked_fill(~x.mask, -math.inf).amax()
         return metrics
 
-    def _mismatch_metrics(self, x: _Inputs, log_ratio: Tensor, toks: Tensor | float) -> dict[str, Tensor]:
+    def _mismatch_metrics(self, x: _Inputs, toks: Tensor | float) -> dict[str, Tensor]:
         kl_type = self.config.reference_policy_kl_type
-        log_mixture = torch.logaddexp(x.prev, x.generation) - math.log(2)
-        js = (kl_estimate(x.prev - log_mixture, "k3") + kl_estimate(x.generation - log_mixture, "k3")) / 2
+        # A token that the engine could not score (NaN) is no evidence of a mismatch.
+        generation = torch.where(x.generation.isfinite(), x.generation, x.prev)
+        log_ratio = x.prev - generation
+        log_mixture = torch.logaddexp(x.prev, generation) - math.log(2)
+        js = (kl_estimate(x.prev - log_mixture, "k3") + kl_estimate(generation - log_mixture, "k3")) / 2
         per_token = {
             "token_mult_prob_error": torch.exp(log_ratio.abs()),
             "gen_kl_error": kl_estimate(log_ratio, kl_type),
             "policy_kl_error": kl_estimate(-log_ratio, kl_type),
             "js_divergence_error": js,
-            "approx_entropy": -finite_exp(x.logprobs - x.generation) * x.logprobs,
+            "approx_entropy": -finite_exp(x.logprobs - generation) * x.logprobs,
         }
         return {name: masked_mean(values, x.mask, toks) for name, values in per_token.items()}
 

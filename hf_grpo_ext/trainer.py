@@ -86,6 +86,7 @@ class GRPOExtTrainer(GRPOTrainer):
         reward_funcs: as TRL's, and with components.
         args: a `GRPOExtConfig`; by default one with TRL's objective and a leave-one-out baseline.
         train_dataset: as TRL's; at least one generation batch of prompts.
+        *more: as TRL's.
         **kwargs: as TRL's.
 
     Raises:
@@ -110,6 +111,7 @@ class GRPOExtTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: GRPOExtConfig | None = None,
         train_dataset: Any = None,
+        *more: Any,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -129,7 +131,9 @@ class GRPOExtTrainer(GRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
-            super().__init__(model, None if reward_funcs is None else list(functions), args, train_dataset, **kwargs)
+            super().__init__(
+                model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
+            )
         _check_trainable(self.model)
 
         self.loss_fn = ClippedPGLossFn(args.loss_config)

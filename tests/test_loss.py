@@ -398,3 +398,12 @@ def test_numbers_that_yaml_reads_as_text() -> None:
     assert ClippedPGLossConfig.from_dict({"ratio_clip_min": "3e-4"}).ratio_clip_min == 3e-4
     with pytest.raises(TypeError, match="ratio_clip_min='small' is text"):
         ClippedPGLossConfig.from_dict({"ratio_clip_min": "small"})
+
+
+def test_a_token_that_the_engine_could_not_score() -> None:
+    """Its weight is 0 and it says nothing about the mismatch; the other tokens are as before."""
+    batch = {"prev_logprobs": [[-1.0, -2.0]], "generation_logprobs": [[float("nan"), -2.5]]}
+    _, grad, metrics = loss_and_grad([[-1.0, -2.0]], [[1.0]], batch=batch, use_importance_sampling_correction=True)
+    assert grad.tolist() == [[0.0, pytest.approx(-math.exp(0.5) / 2)]]
+    assert metrics["token_mult_prob_error"].item() == pytest.approx((1 + math.exp(0.5)) / 2)
+    assert all(value.isfinite() for value in metrics.values())
