@@ -281,6 +281,7 @@ RESPONSE_TEMPLATE = {
 def tool_tokenizer() -> PreTrainedTokenizerFast:
     """The tiny tokenizer with a chat template that can render a tool call, and the inverse that can read one."""
     tokenizer = make_tokenizer()
+    tokenizer.add_tokens(TOOL_WORDS)
     tokenizer.chat_template = TOOL_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
