@@ -332,6 +332,11 @@ def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
     if method == "dr_grpo" and not _is_set(args, "loss_type"):
         args.loss_type = "dr_grpo"
     _agree(args, "loss_fn", named, _trl_fields_of_loss(config, args.loss_type), LOSS_FIELDS)
+    if config.use_kl_in_reward and config.reference_policy_kl_penalty == 0:
+        raise ValueError(
+            "use_kl_in_reward=True with reference_policy_kl_penalty=0: there is no KL to put into the reward. Set "
+            "reference_policy_kl_penalty (beta) above 0, or use_kl_in_reward=False."
+        )
     if config.use_importance_sampling_correction:
         args.vllm_importance_sampling_correction = False  # ours stands in its place
     return config

@@ -161,8 +161,9 @@ class GRPOExtTrainer(GRPOTrainer):
         self._components.update(gather_object([[list(function.components) if function else [] for function in ours]]))
         names, owners = self._components.names, self._components.owners
 
-        columns = torch.tensor(self._components.local_columns(ours, len(prompts)), device=self.accelerator.device)
-        table: Tensor = self.accelerator.gather(columns.T.contiguous())
+        columns = self._components.local_columns(ours, len(prompts))
+        local = torch.tensor(columns, dtype=torch.float32, device=self.accelerator.device).T
+        table: Tensor = self.accelerator.gather(local.contiguous())
         for index, owner in enumerate(owners):
             if ours[owner] is None:  # a reward model, whose column TRL has computed
                 table[:, index] = per_function[:, owner]
@@ -208,8 +209,11 @@ class GRPOExtTrainer(GRPOTrainer):
         token_mask = loss_token_mask(batch)
         batch["sample_mask"] = token_mask.any(-1)
         if self.args.loss_config.use_kl_in_reward and "old_per_token_logps" not in batch:
+            size = (
+                self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+            )
             with torch.no_grad():
-                batch["old_per_token_logps"] = self._forward(self.model, batch)[0]
+                batch["old_per_token_logps"] = self._forward(self.model, batch, batch_size=size)[0]
 
         columns = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
         group_ids = torch.arange(len(self._reward_table), device=token_mask.device) // self._group_size
@@ -292,13 +296,16 @@ class GRPOExtTrainer(GRPOTrainer):
 
     # The loss
 
-    def _forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(
+        self, model: nn.Module, batch: dict[str, Any], batch_size: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the completion tokens, `[B, T]`, and the router loss of a MoE model."""
         result: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
+            batch_size=batch_size,
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
