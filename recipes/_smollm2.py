@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -34,10 +35,8 @@ def hub_answers(timeout: float = 3.0) -> bool:
     found = []
 
     def ask():
-        try:
+        with suppress(Exception):  # offline mode, no network, a proxy, an outage: the answer is the same
             found.append(HfApi().model_info(HUB_NAME, timeout=timeout))
-        except Exception:  # offline mode, no network, a proxy, an outage: the answer is the same
-            pass
 
     # A thread, because looking up a host name has no timeout of its own.
     thread = Thread(target=ask, daemon=True)
@@ -64,7 +63,7 @@ def converted_package() -> Path:
         )
     gguf_file = next(Path(spec.origin).parent.glob("*.gguf"))
     cache = Path(constants.HF_HOME) / "hf_grpo_ext"
-    folder = cache / f"{gguf_file.stem}-{version(PACKAGE)}"
+    folder = cache / f"{gguf_file.stem}-{PACKAGE}-{version(PACKAGE)}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         print(f"Converting {gguf_file.name} to {folder} (once, about 20 seconds)")

@@ -1,9 +1,9 @@
-"""Teach a small language model arithmetic with three rewards at once, by GDPO.
+r"""Teach a small language model arithmetic with three rewards at once, by GDPO.
 
     accelerate launch recipes/gdpo_math.py
     accelerate launch recipes/gdpo_math.py --use_peft --learning_rate 2e-4 --max_steps 30
     accelerate launch recipes/gdpo_math.py --config my_run.yaml
-    accelerate launch recipes/gdpo_math.py --dataset_name openai/gsm8k --dataset_config main \\
+    accelerate launch recipes/gdpo_math.py --dataset_name openai/gsm8k --dataset_config main \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --max_completion_length 256 --length_budget 128
 
 Every field of `GRPOExtConfig` and `trl.ModelConfig` is an option, on the command line or in the YAML file.
@@ -24,11 +24,14 @@ import _smollm2
 import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, load_dataset
+from math_verify import parse, verify
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoTokenizer, ProgressCallback
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
-
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
@@ -107,20 +110,23 @@ def to_dataset(problems: list[dict], example: tuple[str, str]) -> Dataset:
 
 # --- Rewards ----------------------------------------------------------------------------------------------------------
 
-TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-NUMBER = re.compile(r"-?\d+(?:\.\d+|/[1-9]\d*)?")
+NO_TAG = r"(?:(?!</?answer>).)*"
+TAG = re.compile(f"<answer>({NO_TAG})</answer>", re.DOTALL)
+WELL_FORMED = re.compile(f"{NO_TAG}<answer>{NO_TAG}</answer>\\s*", re.DOTALL)
+# Bounded, because Python refuses to read numbers of thousands of digits, and a model may well write one.
+NUMBER = re.compile(r"-?\d{1,50}(?:\.\d{1,50}|/[1-9]\d{0,50})?")
 
 
 def same_value(answer: str, gold: str) -> bool:
-    answer, gold = answer.replace(",", ""), gold.replace(",", "")
-    if NUMBER.fullmatch(gold):
-        # Exactly one number, so that repeating "8 + 5" in the tag, which a symbolic checker evaluates to 13, is wrong.
-        numbers = NUMBER.findall(answer)
-        return len(numbers) == 1 and Fraction(numbers[0]) == Fraction(gold)
-    from math_verify import parse, verify
-
-    # math_verify's timeouts use signals, which only work in the main thread.
-    return verify(parse(gold, parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None)
+    """Whether both name one value: one number where the gold answer is a number, else equal to `math_verify`."""
+    number = gold.replace(",", "")
+    if NUMBER.fullmatch(number):
+        # Exactly one, so that repeating "8 + 5" in the tag, which a symbolic checker evaluates to 13, is wrong.
+        numbers = NUMBER.findall(answer.replace(",", ""))
+        return len(numbers) == 1 and Fraction(numbers[0]) == Fraction(number)
+    # Outside dollar signs `parse` sees numbers alone, and takes "1 + x" for 1.
+    gold, answer = (text if "$" in text or "\\boxed" in text else f"${text}$" for text in (gold, answer))
+    return verify(parse(gold), parse(answer))
 
 
 def make_reward(length_budget: int, max_length: int):
@@ -139,7 +145,7 @@ def make_reward(length_budget: int, max_length: int):
             correct = bool(tags) and same_value(tags[-1], gold)
             excess = max(0, len(ids) - length_budget) / max(1, max_length - length_budget)
             correctness.append(float(correct))
-            form.append(float(text.count("<answer>") == len(tags) == 1 and text.rstrip().endswith("</answer>")))
+            form.append(float(WELL_FORMED.fullmatch(text) is not None))
             # Only a right answer earns the length reward: otherwise the shortest way to it is to say nothing.
             length.append(max(0.0, 1.0 - excess) if correct else 0.0)
         return {"correctness": correctness, "format": form, "length": length}
@@ -152,9 +158,11 @@ def make_reward(length_budget: int, max_length: int):
 
 @dataclass
 class ScriptArguments:
+    """What the recipe asks beside the training and the model."""
+
     max_operand: int = field(default=9, metadata={"help": "Largest operand of the built-in arithmetic problems."})
-    length_budget: int = field(default=18, metadata={"help": "Completion tokens up to which the length reward is 1."})
-    eval_prompts: int = field(default=64, metadata={"help": "Held-out prompts, rounded up to whole eval batches."})
+    length_budget: int = field(default=16, metadata={"help": "Completion tokens up to which the length reward is 1."})
+    eval_prompts: int = field(default=56, metadata={"help": "Held-out prompts, rounded up to whole eval batches."})
     dataset_name: str | None = field(
         default=None, metadata={"help": "Hub data set or local json/jsonl file to use instead of arithmetic."}
     )
@@ -174,7 +182,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 32,
     "num_generations": 8,
     "max_completion_length": 20,
-    "per_device_eval_batch_size": 64,
+    "per_device_eval_batch_size": 56,
     "num_generations_eval": 4,
     # At this size recomputing the activations costs time and saves no memory that matters.
     "gradient_checkpointing": False,
@@ -208,14 +216,16 @@ class ComponentBar(ProgressCallback):
     """The usual progress bar, with the reward components beside it instead of a printed dict at every step."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and self.training_bar is not None:
-            means = {name: f"{value:.2f}" for name, value in component_means(logs, "rewards/").items()}
+        """Show the components of the last training step."""
+        means = {name: f"{value:.2f}" for name, value in component_means(logs, "rewards/").items()}
+        if means and self.training_bar is not None:
             self.training_bar.set_postfix(means)
 
 
 def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args: ModelConfig) -> GRPOExtTrainer:
     # Whole batches, so that every answer counts the same in the means of the evaluation.
-    prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // args.num_generations_eval)
+    draws = args.num_generations_eval or args.num_generations
+    prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // draws)
     eval_size = math.ceil(script_args.eval_prompts / prompts_per_batch) * prompts_per_batch
     if script_args.dataset_name:
         problems, example = dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
@@ -248,10 +258,11 @@ def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args:
         train_dataset=to_dataset(train, example),
         eval_dataset=to_dataset(held_out, example),
         processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.remove_callback(ProgressCallback)
     if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ComponentBar)
     return trainer
 
@@ -269,10 +280,7 @@ def component_means(logs: dict, prefix: str) -> dict[str, float]:
 
 
 def print_table(before: dict, after: dict, temperature: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"Held-out prompts, {after['n']} answers sampled at temperature {temperature:g}")
+    table = Table(title=f"Held-out prompts, {after['n']} answers sampled at temperature {temperature:g}", min_width=64)
     for column in ("component", "before", "after", "change"):
         table.add_column(column, justify="left" if column == "component" else "right")
     for name in after:
@@ -282,12 +290,8 @@ def print_table(before: dict, after: dict, temperature: float) -> None:
 
 
 def plot_curves(history: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels = {
+        "completion length (tokens)": ["completions/mean_length"],
         "loss": ["loss"],
         "gradient norm": ["grad_norm"],
         "entropy (nats)": ["entropy"],
@@ -299,8 +303,9 @@ def plot_curves(history: list[dict], path: Path) -> None:
     panels = {title: keys for title, keys in panels.items() if logged.intersection(keys)}
     columns = 3
     rows = math.ceil((1 + len(panels)) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows), layout="constrained", squeeze=False)
-    axes = list(axes.flat)
+    # A figure of its own, without pyplot, draws to a file whatever display there is.
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
 
     for prefix, style in (("rewards/", "-"), ("eval_rewards/", "o")):
         entries = [(entry["step"], component_means(entry, prefix)) for entry in history]
@@ -326,7 +331,7 @@ def plot_curves(history: list[dict], path: Path) -> None:
 def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
     args, history = trainer.args, trainer.state.log_history
     evaluations = [means for entry in history if (means := component_means(entry, "eval_rewards/"))]
-    answers = len(trainer.eval_dataset) * args.num_generations_eval
+    answers = len(trainer.eval_dataset) * trainer.num_generations_eval
     before, after = (
         {**{f"reward/{name}": value for name, value in means.items()}, "n": answers}
         for means in (evaluations[0], evaluations[-1])

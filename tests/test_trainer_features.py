@@ -19,7 +19,7 @@ from tiny_env import (
     CENTRED,
     EOS,
     PROMPTS,
-    TOOL_WORDS,
+    TOOL_CALL,
     GivenRollouts,
     by_completion,
     chat,
@@ -43,6 +43,7 @@ from tiny_env import (
 from tiny_vlm import pictures, tiny_llava, tiny_qwen2_vl
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -74,8 +75,8 @@ CENTRED_ADVANTAGES = [0.75, -0.75, -0.25, 0.25, 0.25, 0.5, 0, -0.75]
 def by_sample() -> list[dict[str, Any] | None]:
     """The same rewards, with a missing key where one is absent and None for the row that nothing scores."""
     rows = [
-        {name: value for name, value in (("correct", c), ("length", l)) if value is not None}
-        for c, l in zip(CORRECT, LENGTH, strict=True)
+        {name: value for name, value in (("correct", correct), ("length", length)) if value is not None}
+        for correct, length in zip(CORRECT, LENGTH, strict=True)
     ]
     return [row or None for row in rows]
 
@@ -174,6 +175,14 @@ def test_plain_numbers_are_the_component_of_the_functions_name(
     assert logged(trainer, f"rewards/{name}/mean") == pytest.approx([5.25 / 7])
 
 
+@pytest.mark.parametrize("container", [tuple, np.array, torch.tensor, iter])
+def test_plain_numbers_in_every_container(tiny_model: str, tmp_path: Path, container: Any) -> None:
+    trainer = trained(
+        tiny_model, tmp_path, lambda **_: container([1.5, 0, 0.5, 1, 1, 1.25, NAN, 0]), adv_estimator=CENTRED
+    )
+    torch.testing.assert_close(trainer.scored[0]["advantages"], torch.tensor(CENTRED_ADVANTAGES))
+
+
 def test_functions_of_every_kind_stand_side_by_side(tiny_model: str, tmp_path: Path) -> None:
     async def named(**_: Any) -> dict[str, list[int]]:
         return {"b": [0, 1] * 4, "a": [1, 0, 0, 1] * 2}
@@ -220,13 +229,15 @@ def test_reward_model_as_path_and_as_object(tiny_model: str, tmp_path: Path) -> 
 
     expected = None
     for model in (str(folder), judge):
+        functions = [model, constant({"a": [1, 0, 0, 0] * 2})]
         trainer = trained(
             tiny_model,
             tmp_path,
-            [model, constant({"a": [1, 0, 0, 0] * 2})],
+            functions,
             adv_estimator=CENTRED,
             reward_weights=[2, 1],
         )
+        assert functions[0] is model  # the caller's list is left as it was
         batch = trainer.scored[0]
         assert get_gdpo_reward_component_keys(batch) == ["reward/a", "reward/judge"]
         if expected is None:
@@ -319,7 +330,7 @@ def test_gdpo_compares_each_component_in_its_group_and_whitens_the_sum(tiny_mode
         adv_estimator=CENTRED | {"name": "gdpo"},
         reward_weights={"length": 2.0},
     )
-    sums = [c + 2 * l for c, l in zip(centred(CORRECT), centred(LENGTH), strict=True)]
+    sums = [a + 2 * b for a, b in zip(centred(CORRECT), centred(LENGTH), strict=True)]
     valid = [s for row, s in enumerate(sums) if row != 6]  # nothing scores row 6
     expected = [0.0 if row == 6 else (s - mean(valid)) / stdev(valid) for row, s in enumerate(sums)]
     assert trainer.scored[0]["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
@@ -347,6 +358,11 @@ def by_step(answers: list[Any]) -> Any:
         return next(rest)
 
     return score
+
+
+def renamed(function: Any, name: str) -> Any:
+    function.__name__ = name
+    return function
 
 
 def table(folder: Path, step: int) -> pd.DataFrame:
@@ -380,7 +396,7 @@ def test_a_function_that_is_silent_at_first_names_its_components_later(tiny_mode
     trainer = trained(
         tiny_model,
         tmp_path,
-        [constant([0.0] * 8), by_step_named([None] * 8, {"a": a})],
+        [constant([0.0] * 8), renamed(by_step([[None] * 8, {"a": a}]), "late")],
         adv_estimator=CENTRED,
         max_steps=2,
         log_completions=True,
@@ -390,15 +406,6 @@ def test_a_function_that_is_silent_at_first_names_its_components_later(tiny_mode
     assert trainer.scored[1]["advantages"].tolist() == [0.75, -0.25, -0.25, -0.25] * 2
 
 
-def by_step_named(*answers: Any) -> Any:
-    function = by_step(list(answers))
-
-    def late(**kwargs: Any) -> Any:
-        return function(**kwargs)
-
-    return late
-
-
 def test_completions_of_a_small_evaluation_are_logged_when_components_come_late(
     tiny_model: str, tmp_path: Path
 ) -> None:
@@ -406,7 +413,7 @@ def test_completions_of_a_small_evaluation_are_logged_when_components_come_late(
     trainer = make_trainer(
         tiny_model,
         tmp_path,
-        [constant([0.0] * 4), by_step_named([None] * 4, {"a": [1.0, 0, 0, 0]})],
+        [constant([0.0] * 4), renamed(by_step([[None] * 4, {"a": [1.0, 0, 0, 0]}]), "late")],
         trainer={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]})},
         per_device_eval_batch_size=4,
         log_completions=True,
@@ -453,12 +460,13 @@ def test_a_weight_of_a_component_that_comes_late_is_no_error(tiny_model: str, tm
     trainer = trained(
         tiny_model,
         tmp_path,
-        by_step([{"a": [1, 0, 0, 0] * 2}, {"a": [1, 0, 0, 0] * 2, "b": [0, 1, 0, 0] * 2}]),
+        by_step([[{"a": 1}, {"a": 0}, {"a": 0}, {"a": 0}] * 2, [{"a": 1}, {"b": 1}, None, {"a": 0}] * 2]),
         adv_estimator=CENTRED,
         max_steps=2,
-        reward_weights={"b": 3},
+        reward_weights={"b": 2},
     )
-    assert trainer.scored[1]["advantages"].tolist() == [0, 2, -1, -1] * 2
+    # Totals [1, 2, -, 0].
+    assert trainer.scored[1]["advantages"].tolist() == [0, 1, 0, -1] * 2
 
 
 # Errors that say what came, the rule and the fix
@@ -498,8 +506,7 @@ BAD_ANSWERS = {
 @pytest.mark.parametrize("form", ["function", "async"])
 def test_a_reward_function_that_returns_nonsense(tiny_model: str, tmp_path: Path, form: str, case: str) -> None:
     answer, error, text = BAD_ANSWERS[case]
-    function = in_form(form, answer)
-    function.__name__ = "score"
+    function = renamed(in_form(form, answer), "score")
     with pytest.raises(error, match=text):
         trained(tiny_model, tmp_path, function, adv_estimator=CENTRED)
 
@@ -517,7 +524,7 @@ def test_two_functions_of_one_name(tiny_model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [{"score": [1.0] * 8}, {"a": [1.0] * 8}])
 def test_two_components_of_one_name(tiny_model: str, tmp_path: Path, other: dict[str, Any]) -> None:
     # A function's own name is a component's name too.
-    functions = [constant([1.0] * 8 if "score" in other else {"a": [0.0] * 8}), by_step_named(other)]
+    functions = [constant([1.0] * 8 if "score" in other else {"a": [0.0] * 8}), renamed(constant(other), "other")]
     with pytest.raises(ValueError, match=f"Two reward components have the name '{next(iter(other))}'"):
         trained(tiny_model, tmp_path, functions, adv_estimator=CENTRED)
 
@@ -544,16 +551,14 @@ def test_arguments_of_the_wrong_class(tiny_model: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-def test_an_adapter_that_was_loaded_for_inference(tiny_model: str, tmp_path: Path, as_file: bool) -> None:
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_adapter_that_was_loaded_for_inference(tiny_model: str, tmp_path: Path, beta: float) -> None:
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     frozen = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):
-        make_trainer(frozen, tmp_path, by_completion, beta=0.1 if as_file else 0.0)
+        make_trainer(frozen, tmp_path, by_completion, beta=beta)
 
 
 @pytest.mark.parametrize("knob", ["use_importance_sampling_correction", "use_on_policy_kl_approximation"])
@@ -598,7 +603,7 @@ def test_the_denominator_of_each_loss_type(tiny_model: str, tmp_path: Path, loss
 
     check_gradient(trainer, loss)
     with weights_of(trainer, 0) as model:
-        assert logged(trainer, "loss") == pytest.approx([loss(model).item()], rel=1e-4)
+        assert logged(trainer, "loss") == pytest.approx([loss(model).item()], abs=1e-5)
 
 
 # Rollout functions
@@ -774,8 +779,7 @@ class CallsATool(GivenRollouts):
     """The first generation of each group calls `double(3)` and then answers; the others answer at once."""
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
-        ids = self.processing_class.convert_tokens_to_ids
-        call = [*ids(TOOL_WORDS[1:4]), EOS]
+        call = self.processing_class.convert_tokens_to_ids(TOOL_CALL)
         if len(prompt_ids) == 8:
             return [call if row % 4 == 0 else [10 + row, EOS] for row in range(8)], None
         return [[20, EOS] for _ in prompt_ids], None
@@ -934,7 +938,7 @@ def test_the_adaptive_bonus_waits_for_a_measurement_and_stops_above_the_target(t
     assert difference(high[1], plain[1]) < 1e-6
 
 
-def perturbed(trainer: Any, size: float = 0.05) -> Any:
+def perturbed(trainer: Any, size: float = 0.005) -> Any:
     """The trainer with a reference that differs from the policy, as after some training."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -943,8 +947,9 @@ def perturbed(trainer: Any, size: float = 0.05) -> Any:
     return trainer
 
 
-def k3(lp: Tensor, ref: Tensor) -> Tensor:
-    return torch.exp(ref - lp) - 1 - (ref - lp)
+def kl_term(lp: Tensor, ref: Tensor) -> Tensor:
+    """k3 of each token, weighted by the ratio (1 on-policy, but with a gradient), as TRL does by default."""
+    return torch.exp(lp - lp.detach()) * (torch.exp(ref - lp) - 1 - (ref - lp))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -962,7 +967,7 @@ def test_only_tokens_of_high_entropy_feel_the_policy_gradient(tiny_model: str, t
         active = mask & (entropy >= torch.quantile(entropy[mask], 0.7))
         assert 0 < active.sum() < 0.4 * mask.sum()
         # The KL is about all tokens, and so are the denominators.
-        kl = k3(lp, batch["ref_per_token_logps"])
+        kl = kl_term(lp, batch["ref_per_token_logps"])
         return on_policy_loss(batch, model, per_row, active) + 0.1 * (kl * mask * per_row).sum()
 
     check_gradient(trainer, loss)
@@ -1001,10 +1006,12 @@ def test_rows_far_off_policy_with_a_negative_advantage_are_masked(
 
 def assert_trains_like_trl(build: Any, steps: int = 2) -> Any:
     """Stock TRL and ours take the same steps."""
-    stock, ours = (build(cls) for cls in (GRPOTrainer, GRPOExtTrainer))
-    for trainer in (stock, ours):
-        trainer.train()
-        assert len(trainer.watch.gradients) == steps
+    pair = []
+    for cls in (GRPOTrainer, GRPOExtTrainer):
+        pair.append(build(cls))  # which sets the seed that shuffles the rows
+        pair[-1].train()
+        assert len(pair[-1].watch.gradients) == steps
+    stock, ours = pair
     for step in range(steps):
         assert stock.watch.gradients[step].norm() > 1e-3
         assert difference(ours.watch.gradients[step], stock.watch.gradients[step]) < 1e-5
@@ -1107,8 +1114,8 @@ def test_trls_own_correction_for_vllm(tiny_model: str, tmp_path: Path, mode: str
             max_steps=2,
             learning_rate=1e-3,
             vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_max=1.3,
-            vllm_importance_sampling_clip_min=0.5,
+            vllm_importance_sampling_clip_max=1.5,
+            vllm_importance_sampling_clip_min=0.6,
             **ACCUMULATED,
         )
         trainer.use_vllm = True  # no vLLM here: only what comes after generation
@@ -1116,8 +1123,7 @@ def test_trls_own_correction_for_vllm(tiny_model: str, tmp_path: Path, mode: str
 
     _, ours = assert_trains_like_trl(build)
     ratios = ours.trained[0]["importance_sampling_ratio"]
-    assert ratios.min() < 0.9
-    assert ratios.max() > 1.05
+    assert ratios.std() > 0.1
 
 
 # Truncated completions
@@ -1158,9 +1164,8 @@ def test_truncated_rows_neither_vote_nor_train(tiny_model: str, tmp_path: Path, 
             per_row = 1 / (6 * mask.sum(1, keepdim=True)) if loss_type == "grpo" else 1 / tokens(*batches)
             total = total + on_policy_loss(b, model, per_row)
             if beta:
-                total = (
-                    total + beta * (k3(token_logprobs(model, b)[0], b["ref_per_token_logps"]) * mask * per_row).sum()
-                )
+                kl = kl_term(token_logprobs(model, b)[0], b["ref_per_token_logps"])
+                total = total + beta * (kl * mask * per_row).sum()
         return total
 
     check_gradient(trainer, loss)
@@ -1220,6 +1225,28 @@ def test_evaluation_with_another_number_of_generations(tiny_model: str, tmp_path
     assert entry["eval_loss"] == pytest.approx(mean(losses), abs=1e-5)
     assert entry["eval_entropy"] == pytest.approx(torch.stack(entropies).mean().item(), rel=1e-4)
     assert not [key for key in entry if key.startswith("rewards/")]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "reinforce_plus_plus"])
+def test_evaluation_with_one_generation_has_rewards_and_no_advantages(
+    tiny_model: str, tmp_path: Path, estimator: str
+) -> None:
+    def components(completion_ids: list[list[int]], **_: Any) -> dict[str, list[float]]:
+        return {"length": [float(len(ids)) for ids in completion_ids], "value": by_completion(completion_ids)}
+
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        components,
+        trainer={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[2:6]})},
+        adv_estimator=estimator,
+        num_generations_eval=1,
+        per_device_eval_batch_size=4,
+    )
+    metrics = trainer.evaluate()
+    assert trainer.scored[0]["advantages"].abs().max() == 0
+    assert metrics["eval_loss"] == 0
+    assert metrics["eval_rewards/length/mean"] == trainer.scored[0]["reward/length"].mean().item()
 
 
 def test_completions_are_logged_with_the_rewards_and_advantages_that_trained(tiny_model: str, tmp_path: Path) -> None:
@@ -1317,6 +1344,37 @@ def test_generation_batches_and_optimizer_steps_interlock_as_in_trl(
     assert len(ours.scored) == generations
 
 
+@pytest.mark.parametrize(
+    ("args", "stop"),
+    [
+        ({"num_iterations": 2}, 2),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}, 2),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, 1),
+    ],
+)
+def test_a_run_that_is_resumed_takes_the_same_steps(
+    tiny_model: str, tmp_path: Path, args: dict[str, Any], stop: int
+) -> None:
+    # At the end of a generation batch: in the middle of one, TRL draws it again and takes its first part.
+    args = args | {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": stop}
+    whole = trained(tiny_model, tmp_path, by_completion, **args)
+    rest = make_trainer(tiny_model, tmp_path, by_completion, **args)
+    rest.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert len(rest.watch.gradients) == 4 - stop
+    for again, first in zip(rest.watch.gradients, whole.watch.gradients[stop:], strict=True):
+        assert difference(again, first) < 1e-5
+
+
+def test_a_stream_of_prompts_trains_as_in_trl(tiny_model: str, tmp_path: Path) -> None:
+    def build(cls: type) -> Any:
+        stream = Dataset.from_dict({"prompt": PROMPTS}).to_iterable_dataset()
+        return make_trainer(
+            tiny_model, tmp_path, by_completion, cls=cls, dataset=stream, max_steps=3, learning_rate=1e-3, **ACCUMULATED
+        )
+
+    assert_trains_like_trl(build, steps=3)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_a_step_that_is_part_of_a_generation_batch_counts_its_own_tokens(
     tiny_model: str, tmp_path: Path, loss_type: str
@@ -1378,6 +1436,55 @@ def test_the_short_last_window_of_an_epoch(tiny_model: str, tmp_path: Path, loss
     check_gradient(trainer, loss, step=1, tolerance=2e-5)
 
 
+def test_metrics_of_tokens_are_means_over_tokens_whatever_the_loss_divides_by(tiny_model: str, tmp_path: Path) -> None:
+    def build(loss_type: str) -> Any:
+        return make_trainer(
+            tiny_model,
+            tmp_path,
+            by_completion,
+            trainer={"rollout_func": rollout(offset=far_off)},
+            loss_type=loss_type,
+            beta=0.1,
+            **ACCUMULATED,
+        )
+
+    entries = []
+    for loss_type in ("dapo", "grpo", "dr_grpo"):
+        trainer = perturbed(build(loss_type))
+        trainer.train()
+        entries.append(trainer.state.log_history[0])
+    assert entries[0]["kl"] > 1e-3
+    for entry in entries:
+        assert entry["probs_ratio"] == pytest.approx(1)
+        for name in ("entropy", "token_mult_prob_error", "approx_entropy"):
+            assert entry[name] == pytest.approx(entries[0][name], rel=1e-4), name
+    assert entries[2]["kl"] == pytest.approx(entries[0]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_metrics_under_trls_names_have_trls_values(tiny_model: str, tmp_path: Path, loss_type: str) -> None:
+    def build(cls: type) -> Any:
+        # One micro-batch a step: over several, TRL averages means.
+        return make_trainer(
+            tiny_model,
+            tmp_path,
+            by_completion,
+            cls=cls,
+            loss_type=loss_type,
+            beta=0.1,
+            num_iterations=2,
+            max_steps=2,
+            learning_rate=0.005,
+        )
+
+    entries = [trainer.state.log_history[1] for trainer in assert_trains_like_trl(build)]
+    stock, ours = entries
+    assert stock["kl"] > 1e-3
+    assert stock["clip_ratio/low_mean"] + stock["clip_ratio/high_mean"] > 0.1
+    for name in ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "loss"):
+        assert ours[name] == pytest.approx(stock[name], rel=1e-4, abs=1e-6), name
+
+
 # The KL in the reward, advantages a token
 
 
@@ -1397,7 +1504,7 @@ def test_kl_in_the_reward_of_grpo(tiny_model: str, tmp_path: Path, micro_batches
     trainer.train()
     scored, batches = trainer.scored[0], rows_of(trainer, accumulation=len(micro_batches) or 1)
     with weights_of(trainer, 0) as model, torch.no_grad():
-        kl = k3(token_logprobs(model, scored)[0], token_logprobs(trainer.ref_model, scored)[0])
+        kl = kl_term(token_logprobs(model, scored)[0], token_logprobs(trainer.ref_model, scored)[0])
     kl = (kl * scored["completion_mask"]).sum(1)
     rewards = torch.tensor([1.0, 0, 0, 0] * 2) - 0.5 * kl
     assert kl.std() > 0.01
@@ -1406,6 +1513,25 @@ def test_kl_in_the_reward_of_grpo(tiny_model: str, tmp_path: Path, micro_batches
     # No KL term in the loss: the advantages say it all.
     check_gradient(trainer, lambda model: sum(on_policy_loss(b, model) for b in batches) / tokens(*batches))
     assert "kl" not in trainer.state.log_history[0]
+
+
+def test_the_pass_that_scores_the_kl_is_as_small_as_a_training_pass(tiny_model: str, tmp_path: Path) -> None:
+    # A generation batch is many micro-batches long: in one piece it would not fit into memory.
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        by_completion,
+        beta=0.5,
+        loss_fn={"use_kl_in_reward": True},
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+    )
+    rows: list[int] = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trainer.train()
+    assert set(rows) == {2}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])

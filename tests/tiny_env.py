@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from tiny import SPECIAL, make_tokenizer
+from tiny import SPECIAL, WORDS, make_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -42,19 +42,9 @@ CENTRED = {"name": "grpo", "use_leave_one_out_baseline": False, "normalize_rewar
 def given_completion(prompt: list[int], rank: int, longest: int, truncated: bool = False) -> list[int]:
     """A completion that depends on the prompt and its rank in the group alone, ended by <eos> unless truncated."""
     digest = hashlib.sha256(f"{prompt}/{rank}".encode()).digest()
-    first, count = len(SPECIAL), len(make_vocabulary()) - len(SPECIAL)
     length = longest if truncated else digest[0] % (longest - 1) + 1
-    words = [first + digest[1 + t] % count for t in range(length)]
+    words = [len(SPECIAL) + digest[1 + t] % len(WORDS) for t in range(length)]
     return words if truncated else [*words, EOS]
-
-
-_VOCABULARY: list[str] = []
-
-
-def make_vocabulary() -> list[str]:
-    if not _VOCABULARY:
-        _VOCABULARY.extend(make_tokenizer().get_vocab())
-    return _VOCABULARY
 
 
 class GivenRollouts:
@@ -234,7 +224,8 @@ def check_gradient(
     with weights_of(trainer, step) as model:
         expected = gradient(loss(model), model)
     assert expected.norm() > 1e-3  # or any gradient would pass
-    assert difference(trainer.watch.gradients[step], expected) < tolerance
+    off = difference(trainer.watch.gradients[step], expected)
+    assert off < tolerance, f"the gradient is off by {off:.2g} of its norm"
 
 
 def rows_of(trainer: Any, step: int = 0, accumulation: int = 1) -> list[dict[str, Any]]:
@@ -253,7 +244,7 @@ def on_policy_loss(batch: dict[str, Any], model: nn.Module, weights: Any = 1.0, 
 
 # Tools and environments
 
-TOOL_WORDS = ["tool", "<tool_call>", "</tool_call>", '{"name":"double","arguments":{"x":3}}', "6"]
+TOOL_CALL = ["<tool_call>", '{"name":"double","arguments":{"x":3}}', "</tool_call>", "<eos>"]
 TOOL_TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }}"
     "{% for call in m['tool_calls'] or [] %}"
@@ -281,7 +272,7 @@ RESPONSE_TEMPLATE = {
 def tool_tokenizer() -> PreTrainedTokenizerFast:
     """The tiny tokenizer with a chat template that can render a tool call, and the inverse that can read one."""
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens(TOOL_WORDS)
+    tokenizer.add_tokens(["tool", *TOOL_CALL])
     tokenizer.chat_template = TOOL_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer

@@ -1,0 +1,10 @@
+"""Slow references for the mathematics: no line of them is shared with `hf_grpo_ext`.
+
+| file | road | gradient |
+| --- | --- | --- |
+| `loss.py` | float64, one loop over rows and one over tokens | derived by hand, token by token |
+| `loss_jax.py` | JAX, float64, whole arrays | `jax.grad` with `stop_gradient` |
+| `advantages.py` | float64, one loop over rows | none |
+
+They were written from the papers and the project's design, before its code was read.
+"""

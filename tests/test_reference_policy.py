@@ -1,0 +1,201 @@
+"""Whose log-probabilities the KL compares with: the base under a new adapter, a frozen copy, or a second model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import save_tiny_model
+from tiny_env import (
+    by_completion,
+    check_gradient,
+    logged,
+    make_trainer,
+    on_policy_loss,
+    quiet,
+    rows_of,
+    token_logprobs,
+    weights_of,
+)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+peft = pytest.importorskip("peft")
+
+pytestmark = quiet
+BETA = 0.3
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=64)
+
+
+def base(tiny_model: str) -> nn.Module:
+    """The model as it is on disk, loaded by transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with an adapter that has learned something."""
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(5)
+    model = peft.get_peft_model(base(tiny_model), lora())
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def train(kind: str, tiny_model: str, adapter: str, folder: Path, **args: Any) -> tuple[Any, nn.Module]:
+    """A trainer after three steps, and its reference, made anew from what is on disk."""
+    if kind == "new adapter":
+        model, extra, reference = tiny_model, {"peft_config": lora()}, base(tiny_model)
+    elif kind == "continued adapter":
+        model = peft.PeftModel.from_pretrained(base(tiny_model), adapter, is_trainable=True)
+        extra, reference = {}, peft.PeftModel.from_pretrained(base(tiny_model), adapter)
+    else:
+        model, extra, reference = tiny_model, {}, base(tiny_model)
+    defaults = {"max_steps": 3, "beta": BETA, "learning_rate": 0.02 if "adapter" in kind else 0.002}
+    trainer = make_trainer(model, folder, by_completion, trainer=extra, **(defaults | args))
+    trainer.before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return trainer, reference.eval()
+
+
+KINDS = ["new adapter", "continued adapter", "full fine-tuning"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_is_0_at_first_and_then_that_to_the_reference(
+    tiny_model: str, adapter: str, tmp_path: Path, kind: str
+) -> None:
+    trainer, reference = train(kind, tiny_model, adapter, tmp_path)
+    curve = logged(trainer, "kl")
+    assert curve[0] == pytest.approx(0, abs=1e-11)
+    for step in (1, 2):
+        (batch,) = rows_of(trainer, step)
+        mask = batch["completion_mask"].bool()
+        with torch.no_grad():
+            ref = token_logprobs(reference, batch)[0]
+            with weights_of(trainer, step) as model:
+                lp = token_logprobs(model, batch)[0]
+        torch.testing.assert_close(batch["ref_per_token_logps"][mask], ref[mask], rtol=1e-4, atol=1e-5)
+        kl = (torch.exp(ref - lp) - 1 - (ref - lp))[mask].mean().item()
+        assert kl > 1e-3
+        assert curve[step] == pytest.approx(kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_pulls_towards_the_reference(tiny_model: str, adapter: str, tmp_path: Path, kind: str) -> None:
+    trainer, reference = train(kind, tiny_model, adapter, tmp_path, loss_fn={"kl_output_clamp_value": None})
+    (batch,) = rows_of(trainer, 2)
+    mask = batch["completion_mask"]
+    with torch.no_grad():
+        ref = token_logprobs(reference, batch)[0]
+
+    def loss(model: Any) -> Tensor:
+        lp = token_logprobs(model, batch)[0]
+        kl = torch.exp(lp - lp.detach()) * (torch.exp(ref - lp) - 1 - (ref - lp))
+        return (on_policy_loss(batch, model) + BETA * (kl * mask).sum()) / mask.sum()
+
+    check_gradient(trainer, loss, step=2, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["new adapter", "continued adapter"])
+def test_only_the_weights_of_the_adapter_change(tiny_model: str, adapter: str, tmp_path: Path, kind: str) -> None:
+    trainer, _ = train(kind, tiny_model, adapter, tmp_path)
+    after = dict(trainer.model.named_parameters())
+    changed = {name for name, weight in trainer.before.items() if not torch.equal(weight, after[name])}
+    assert changed == {name for name in after if ".default." in name}
+    assert {name for name, weight in after.items() if weight.requires_grad} == changed
+
+
+def test_the_reference_of_a_continued_adapter_is_a_frozen_copy(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    trainer, _ = train("continued adapter", tiny_model, adapter, tmp_path)
+    after = dict(trainer.model.named_parameters())
+    copies = [name for name in after if ".ref." in name]
+    assert len(copies) == 2 * 2 * 3  # A and B, two layers, three modules
+    for name in copies:
+        assert torch.equal(after[name], trainer.before[name.replace(".ref.", ".default.")])
+        assert not after[name].requires_grad
+    assert trainer.ref_model is None
+    assert trainer.model.active_adapter == "default"
+
+
+def test_a_new_adapter_needs_no_second_model(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    trainer, _ = train("new adapter", tiny_model, adapter, tmp_path)
+    assert trainer.ref_model is None
+    assert not [name for name, _ in trainer.model.named_parameters() if ".ref." in name]
+
+
+def test_the_second_model_of_full_fine_tuning_stays_as_it_was(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    trainer, reference = train("full fine-tuning", tiny_model, adapter, tmp_path)
+    on_disk = dict(reference.named_parameters())
+    for name, weight in trainer.ref_model.named_parameters():
+        assert torch.equal(weight, on_disk[name])
+    assert not torch.equal(trainer.model.lm_head.weight, on_disk["lm_head.weight"])
+
+
+def test_without_a_kl_there_is_no_reference(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    trainer, _ = train("full fine-tuning", tiny_model, adapter, tmp_path, beta=0.0)
+    assert trainer.ref_model is None
+    assert not logged(trainer, "kl")
+
+
+def test_a_reference_that_follows_the_policy(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    # Copied after every step: the policy is never away from its reference.
+    following = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer, _ = train("full fine-tuning", tiny_model, adapter, tmp_path, **following)
+    assert logged(trainer, "kl") == pytest.approx([0, 0, 0], abs=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["new adapter", "continued adapter"])
+@pytest.mark.parametrize("beta", [0.0, BETA])
+def test_a_saved_adapter_loads_with_plain_peft(
+    tiny_model: str, adapter: str, tmp_path: Path, kind: str, beta: float
+) -> None:
+    trainer, reference = train(kind, tiny_model, adapter, tmp_path, beta=beta)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = peft.PeftModel.from_pretrained(base(tiny_model), tmp_path / "saved").eval()
+    ids = torch.tensor([[5, 15, 6, 17, 20, 21, 22]])
+    with torch.no_grad():
+        logits = loaded(ids).logits
+        torch.testing.assert_close(logits, trainer.model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert (logits - reference(ids).logits).abs().max() > 0.1  # it has learned something
+
+
+def test_a_saved_model_loads_with_plain_transformers(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    trainer, reference = train("full fine-tuning", tiny_model, adapter, tmp_path)
+    trainer.save_model(str(tmp_path / "saved"))
+    ids = torch.tensor([[5, 15, 6, 17, 20, 21, 22]])
+    with torch.no_grad():
+        logits = base(str(tmp_path / "saved"))(ids).logits
+        torch.testing.assert_close(logits, trainer.model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert (logits - reference(ids).logits).abs().max() > 0.1
+
+
+def test_a_new_adapter_with_the_kl_in_the_reward(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    plain = {"name": "grpo", "use_leave_one_out_baseline": False, "normalize_rewards": False}
+    trainer, reference = train(
+        "new adapter", tiny_model, adapter, tmp_path, loss_fn={"use_kl_in_reward": True}, adv_estimator=plain
+    )
+    scored = trainer.scored[2]
+    mask = scored["completion_mask"]
+    with torch.no_grad():
+        ref = token_logprobs(reference, scored)[0]
+        with weights_of(trainer, 2) as model:
+            lp = token_logprobs(model, scored)[0]
+    kl = ((torch.exp(ref - lp) - 1 - (ref - lp)).clamp(max=10) * mask).sum(1)
+    assert kl.std() > 1e-3
+    rewards = scored["reward/by_completion"] - BETA * kl
+    expected = rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
+    torch.testing.assert_close(scored["advantages"], expected, rtol=1e-4, atol=1e-4)
