@@ -28,6 +28,7 @@ METRIC_REDUCTIONS: dict[str, str] = {
     "clip_fraction_low": "sum",
     "clip_fraction_high": "sum",
     "kl_penalty": "sum",
+    "kl": "sum",
     "token_mult_prob_error": "sum",
     "gen_kl_error": "sum",
     "policy_kl_error": "sum",
@@ -150,15 +151,15 @@ class ClippedPGLossFn:
             token_loss = weights * token_loss
         loss = mean(x.policy_weights * token_loss)
 
-        kl = torch.zeros((), dtype=loss.dtype, device=loss.device)
-        if config.has_kl_term:
-            kl = mean(self._kl(x, ratio))
-            loss = loss + config.reference_policy_kl_penalty * kl
+        token_kl = self._kl(x, ratio) if config.has_kl_term else torch.zeros_like(x.prev)
+        kl = mean(token_kl)
+        loss = loss + config.reference_policy_kl_penalty * kl
 
         with torch.no_grad():
             metrics = self._ratio_metrics(x, used_ratio, clipped_ratio, global_valid_toks)
             metrics |= self._mismatch_metrics(x, global_valid_toks)
-            metrics["kl_penalty"] = kl.detach()
+            metrics["kl_penalty"] = kl.detach()  # averaged as the loss is
+            metrics["kl"] = masked_mean(token_kl, x.mask, global_valid_toks)
             if config.sequence_level_importance_ratios:
                 mean_weight = masked_mean(weights.squeeze(-1), x.sample_mask, global_valid_seqs)
             else:

@@ -19,7 +19,7 @@ def loss_token_mask(batch: Mapping[str, Tensor]) -> Tensor:
     return mask if tool_mask is None else mask & tool_mask.bool()
 
 
-def valid_counts(batches: Iterable[Mapping[str, Tensor]], *, tokens_per_row: int | None = None) -> Tensor:
+def valid_counts(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
     """Valid tokens and valid rows of the micro-batches of an optimizer step, `[2]`, float.
 
     The counts are the denominators of the loss. Summed over all processes once a step they make the gradient
@@ -27,18 +27,33 @@ def valid_counts(batches: Iterable[Mapping[str, Tensor]], *, tokens_per_row: int
 
     Args:
         batches: micro-batches with `completion_mask`, `tool_mask` (optional) and `sample_mask`.
-        tokens_per_row: count this many tokens for each valid row instead of the valid ones: the constant denominator
-            of Dr. GRPO (arXiv:2503.20783).
 
     Example:
         >>> batch = {"completion_mask": torch.tensor([[1, 1], [1, 0]]), "sample_mask": torch.tensor([True, False])}
-        >>> valid_counts([batch]).tolist(), valid_counts([batch], tokens_per_row=8).tolist()
-        ([2.0, 1.0], [8.0, 1.0])
+        >>> valid_counts([batch]).tolist()
+        [2.0, 1.0]
     """
     counts = []
     for batch in batches:
         sample_mask = batch["sample_mask"].bool()
-        rows = sample_mask.sum()
-        tokens = rows * tokens_per_row if tokens_per_row else (loss_token_mask(batch) & sample_mask[:, None]).sum()
-        counts.append(torch.stack([tokens, rows]))
+        tokens = loss_token_mask(batch) & sample_mask[:, None]
+        counts.append(torch.stack([tokens.sum(), sample_mask.sum()]))
     return torch.stack(counts).sum(0).float()
+
+
+def constant_length_scale(toks: Tensor, seqs: Tensor, longest: int) -> Tensor:
+    """What turns a mean over valid tokens into Dr. GRPO's: the sum over tokens, divided by `rows * longest`.
+
+    Args:
+        toks: valid tokens of the optimizer step, scalar.
+        seqs: valid rows of the optimizer step, scalar.
+        longest: the constant length of a row, in tokens.
+
+    Source:
+        Understanding R1-Zero-Like Training, arXiv:2503.20783.
+
+    Example:
+        >>> constant_length_scale(torch.tensor(6.0), torch.tensor(2.0), longest=4).item()
+        0.75
+    """
+    return toks / (seqs * longest).clamp(min=1)

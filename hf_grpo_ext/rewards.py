@@ -35,7 +35,8 @@ def component_weights(names: Sequence[str], by_name: Mapping[str, float]) -> lis
     for name in by_name:
         if name not in names:
             raise ValueError(
-                f"reward_weights names {name!r}, which is no reward component. The components are: {', '.join(names)}."
+                f"reward_weights names {name!r}, which is no reward component. The components are: {', '.join(names)}. "
+                "(One that applies to later prompts only is declared by returning it as None before.)"
             )
     return [float(by_name.get(name, 1.0)) for name in names]
 

@@ -30,7 +30,7 @@ from .diagnostics import MetricWindow
 from .entropy import adapted_entropy_coef
 from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
-from .micro_batches import loss_token_mask, valid_counts
+from .micro_batches import constant_length_scale, loss_token_mask, valid_counts
 from .reductions import masked_mean, masked_sum
 from .rewards import (
     COMPONENT_PREFIX,
@@ -68,7 +68,6 @@ MODEL_INPUTS = (
 
 # Our metrics under the names that TRL's users have on their dashboards.
 TRL_METRIC_NAMES = {
-    "kl_penalty": "kl",
     "clip_fraction_low": "clip_ratio/low_mean",
     "clip_fraction_high": "clip_ratio/high_mean",
 }
@@ -121,7 +120,6 @@ class GRPOExtTrainer(GRPOTrainer):
             raise TypeError(
                 f"args is a {type(args).__name__}: GRPOExtTrainer needs a GRPOExtConfig, which takes the same fields."
             )
-        _check_trainable(model)
         _check_dataset(train_dataset, args)
         if args.loss_config.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
             raise ValueError(
@@ -169,7 +167,7 @@ class GRPOExtTrainer(GRPOTrainer):
                 table[:, index] = per_function[:, owner]
 
         self._check_groups(len(table))
-        self._fill_new_log_columns(names)
+        self._align_log_columns(names)
         self.reward_func_names = names
         self.reward_weights = torch.tensor(self._weights_of(names, owners), dtype=torch.float32)
         self._reward_table = table
@@ -180,11 +178,13 @@ class GRPOExtTrainer(GRPOTrainer):
             return component_weights(names, self.args.reward_weights)
         return [self._function_weights[owner] for owner in owners]
 
-    def _fill_new_log_columns(self, names: Sequence[str]) -> None:
-        # The table of logged completions needs columns of one length.
-        for name in names:
-            if name not in self._logs["rewards"]:
-                self._logs["rewards"][name].extend([float("nan")] * len(self._logs["advantages"]))
+    def _align_log_columns(self, names: Sequence[str]) -> None:
+        """The table of logged completions needs columns of one length: fills those that are new, drops those gone."""
+        columns = self._logs["rewards"]
+        for name in set(columns) - set(names):
+            del columns[name]
+        for name in set(names) - set(columns):
+            columns[name].extend([float("nan")] * len(self._logs["advantages"]))
 
     def _check_groups(self, rows: int) -> None:
         if rows % self._group_size:
@@ -289,9 +289,7 @@ class GRPOExtTrainer(GRPOTrainer):
         return self._with_denominators(window)
 
     def _with_denominators(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        constant = self.max_completion_length if self.args.loss_type == "dr_grpo" else None
-        counts = self.accelerator.reduce(valid_counts(batches, tokens_per_row=constant), reduction="sum")
-        toks, seqs = counts.unbind()
+        toks, seqs = self.accelerator.reduce(valid_counts(batches), reduction="sum").unbind()
         return [{**batch, "global_valid_toks": toks, "global_valid_seqs": seqs} for batch in batches]
 
     # The loss
@@ -328,21 +326,19 @@ class GRPOExtTrainer(GRPOTrainer):
             "reference_policy_logprobs": inputs.get("ref_per_token_logps"),
         }
         batch["policy_weights"] = self._policy_weights(inputs, batch, logprobs, active)
+        toks, seqs = inputs["global_valid_toks"], inputs["global_valid_seqs"]
         loss: Tensor
-        loss, metrics = self.loss_fn(
-            logprobs,
-            batch,
-            global_valid_toks=inputs["global_valid_toks"],
-            global_valid_seqs=inputs["global_valid_seqs"],
-        )
+        loss, metrics = self.loss_fn(logprobs, batch, global_valid_toks=toks, global_valid_seqs=seqs)
+        if self.args.loss_type == "dr_grpo":
+            loss = loss * constant_length_scale(toks, seqs, self.max_completion_length)
         # Gradients are averaged over processes, and the loss is a share of a sum over them.
         loss = loss * self.accelerator.num_processes
         if batch["generation_logprobs"] is None:  # nothing to compare with, and a curve of zeros would look like health
             metrics = {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
         if not self.args.loss_config.has_kl_term:
-            del metrics["kl_penalty"]
+            del metrics["kl_penalty"], metrics["kl"]
         self._metric_window.add(metrics, METRIC_REDUCTIONS)
-        loss = loss + self._regularizers(entropies, active, mask, aux_loss, inputs["global_valid_toks"])
+        loss = loss + self._regularizers(entropies, active, mask, aux_loss, toks)
         self._flush_metrics()
         return loss
 
@@ -435,8 +431,8 @@ def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[Non
         setattr(args, name, value)
 
 
-def _check_trainable(model: Any) -> None:
-    if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
+def _check_trainable(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
             "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."

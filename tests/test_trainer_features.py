@@ -455,12 +455,13 @@ def test_a_dict_of_weights_is_by_component_and_1_elsewhere(tiny_model: str, tmp_
     assert trainer.args.reward_weights == {"y": 3, "<lambda>": 0}
 
 
-def test_a_weight_of_a_component_that_comes_late_is_no_error(tiny_model: str, tmp_path: Path) -> None:
+def test_a_weight_of_a_component_that_comes_late_is_declared_by_none(tiny_model: str, tmp_path: Path) -> None:
     # In a mixed data set the first batch may hold no sample that the component applies to.
+    first = [{"a": 1}, {"a": 0, "b": None}, {"a": 0}, {"a": 0}] * 2
     trainer = trained(
         tiny_model,
         tmp_path,
-        by_step([[{"a": 1}, {"a": 0}, {"a": 0}, {"a": 0}] * 2, [{"a": 1}, {"b": 1}, None, {"a": 0}] * 2]),
+        by_step([first, [{"a": 1}, {"b": 1}, None, {"a": 0}] * 2]),
         adv_estimator=CENTRED,
         max_steps=2,
         reward_weights={"b": 2},
