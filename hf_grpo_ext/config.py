@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from trl import GRPOConfig
 
 from .advantages import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, get_advantage_estimator
 from .loss_config import PRESETS, ClippedPGLossConfig, reject_unknown_keys
+from .nemo_rl import read_nemo_rl
 
 # TRL's loss types, as what our loss averages over. `dr_grpo` differs from `dapo` in the denominator alone, which the
 # trainer chooses.
@@ -75,6 +77,7 @@ class GRPOExtConfig(GRPOConfig):
             that the other keys change), the same as a JSON string, or a `ClippedPGLossConfig`.
         advantage_clip_low: lower clamp of the advantages, the last step of every estimator.
         advantage_clip_high: upper clamp.
+        nemo_rl_config: a NeMo-RL YAML file; its blocks become the fields that are not set otherwise.
         reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
             component name (1 for a component that it does not name), also as a JSON string.
 
@@ -119,14 +122,37 @@ class GRPOExtConfig(GRPOConfig):
             },
         )
 
+    # Where each value of the two blocks came from: "named", "preset 'dapo'", "TRL's beta". For `explain`.
+    sources: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    nemo_rl_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "A NeMo-RL YAML file. Its `grpo:`, `loss_fn:` and `policy:` blocks become the fields that are not "
+            "set otherwise."
+        },
+    )
+
     def __post_init__(self) -> None:
+        if self.nemo_rl_config is not None:
+            _take_nemo_rl(self)
         super().__post_init__()
         self.reward_weights = _read_reward_weights(self.reward_weights)
+        self.sources = {}
         _refuse_fields(self)
         self.adv_estimator = _resolve_adv_estimator(self)
         self.loss_fn = _resolve_loss(self)
         get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
         _check_updates_per_rollout(self)
+
+    @classmethod
+    def from_nemo_rl(cls, source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> GRPOExtConfig:
+        """Builds the config from a NeMo-RL file or its content; see `nemo_rl.read_nemo_rl`.
+
+        Args:
+            source: the path of a YAML file, or a dict.
+            **overrides: fields that win over the file.
+        """
+        return cls(**read_nemo_rl(source, **overrides))
 
     @property
     def adv_estimator_config(self) -> AdvEstimatorConfig:
@@ -144,6 +170,13 @@ class GRPOExtConfig(GRPOConfig):
         for name in ("adv_estimator", "loss_fn"):
             plain[name] = dataclasses.asdict(plain[name])
         return plain
+
+
+def _take_nemo_rl(args: GRPOExtConfig) -> None:
+    path, args.nemo_rl_config = str(args.nemo_rl_config), None  # read once: a config made of this one has its fields
+    set_here = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and _is_set(args, f.name)}
+    for name, value in read_nemo_rl(path, **set_here).items():
+        setattr(args, name, value)
 
 
 def _default(name: str) -> Any:
@@ -252,6 +285,7 @@ def _resolve_adv_estimator(args: GRPOExtConfig) -> AdvEstimatorConfig:
         if getattr(args, clip) is not None and knobs.get(clip) is None:
             knobs[clip] = getattr(args, clip)
     config = AdvEstimatorConfig.from_dict(knobs)
+    _note_sources(args, "adv_estimator", ADVANTAGE_FIELDS, {"named": named}, of_trl=knobs)
     scales = config.normalize_rewards and config.name != "reinforce_plus_plus"
     fields = {
         "multi_objective_aggregation": "normalize_then_sum" if config.name == "gdpo" else "sum_then_normalize",
@@ -261,6 +295,17 @@ def _resolve_adv_estimator(args: GRPOExtConfig) -> AdvEstimatorConfig:
     }
     _agree(args, "adv_estimator", named, fields, ADVANTAGE_FIELDS)
     return config
+
+
+def _note_sources(args: GRPOExtConfig, block: str, twins: Any, said: Mapping[str, Any], of_trl: Any) -> None:
+    """Records where each knob came from; what is said later in `said` wins."""
+    for trl_field, knobs in twins.items():
+        for knob in knobs:
+            if knob in of_trl:
+                args.sources[f"{block}.{knob}"] = f"TRL's {trl_field}{'' if _is_set(args, trl_field) else ', default'}"
+    for source, knobs in said.items():
+        for knob in knobs:
+            args.sources[f"{block}.{knob}"] = source
 
 
 def _loss_knobs_of_trl_fields(args: GRPOExtConfig, use_cispo: bool) -> dict[str, Any]:
@@ -324,6 +369,7 @@ def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
         for knob in knobs:
             if knob in PRESET_NUMBERS and _is_set(args, trl_field):
                 preset.pop(knob, None)
+    _note_sources(args, "loss_fn", LOSS_FIELDS, {f"preset {method!r}": preset, "named": named}, of_trl=of_trl)
     named = {**preset, **named}
     if named.get("use_on_policy_kl_approximation"):
         of_trl["kl_importance_weight"] = "score_function"

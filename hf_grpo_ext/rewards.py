@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 COMPONENT_PREFIX = "reward/"
+LEGACY_COMPONENT = re.compile(r"reward\d+")
 
 
 def get_gdpo_reward_component_keys(batch: Mapping[str, Any]) -> list[str]:
-    """The keys of the reward components in a batch, `reward/<name>`, sorted.
+    """The keys of the reward components in a batch, `reward/<name>`, sorted; then NeMo-RL's `reward1`, `reward2`, ...
 
     Example:
         >>> get_gdpo_reward_component_keys({"reward/format": 0, "advantages": 0, "reward/correctness": 0})
         ['reward/correctness', 'reward/format']
     """
-    return sorted(key for key in batch if key.startswith(COMPONENT_PREFIX))
+    named = sorted(key for key in batch if key.startswith(COMPONENT_PREFIX))
+    numbered = [key for key in batch if LEGACY_COMPONENT.fullmatch(key)]
+    return named + sorted(numbered, key=lambda key: int(key.removeprefix("reward")))
 
 
 def component_weights(names: Sequence[str], by_name: Mapping[str, float]) -> list[float]:

@@ -28,6 +28,7 @@ from .advantages import get_advantage_estimator
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow
 from .entropy import adapted_entropy_coef
+from .explain import explain
 from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import constant_length_scale, loss_token_mask, valid_counts
@@ -149,6 +150,11 @@ class GRPOExtTrainer(GRPOTrainer):
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
         self._metric_window = MetricWindow()
+
+    def explain(self) -> str:
+        """The objective that is trained, in words and numbers; see `explain.explain`."""
+        dropouts = [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
+        return explain(self.args, has_dropout=any(dropouts))
 
     # Rewards
 

@@ -23,10 +23,13 @@ ORDER = [
     "loss",
     "diagnostics",
     "micro_batches",
+    "nemo_rl",
     "config",
+    "explain",
+    "__main__",
     "trainer",
 ]
-KNOW_TRL = {"config", "trainer"}
+KNOW_TRL = {"config", "explain", "trainer"}
 
 
 def imports(module: str) -> set[str]:

@@ -1,0 +1,181 @@
+"""The resolved objective: the formula with its numbers, where each value came from, what experience warns of."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .config import GRPOExtConfig
+from .loss_config import PRESETS, ClippedPGLossConfig
+
+
+def explain(args: GRPOExtConfig, has_dropout: bool = True) -> str:
+    """The objective of a configuration, as text.
+
+    Args:
+        args: the configuration.
+        has_dropout: whether the model has any.
+
+    Example:
+        >>> print(explain(GRPOExtConfig(loss_fn="dapo", use_cpu=True)).splitlines()[0])
+        Loss: dapo
+    """
+    loss = args.loss_config
+    lines = [
+        f"Loss: {method_name(args)}",
+        *(f"    {line}" for line in loss_formula(args)),
+        f"Advantage: {args.adv_estimator_config.name}",
+        *(f"    {line}" for line in advantage_formula(args)),
+        "Values:",
+        *_values("loss_fn", loss, args),
+        *_values("adv_estimator", args.adv_estimator_config, args),
+    ]
+    if advice := warnings_of_experience(args, has_dropout):
+        lines += ["Warnings:", *(f"    - {line}" for line in advice)]
+    return "\n".join(lines)
+
+
+def method_name(args: GRPOExtConfig) -> str:
+    """The preset whose knobs these are (the weight of the KL aside), or "custom"."""
+    loss = dataclasses.asdict(args.loss_config)
+    defaults = {f.name: f.default for f in dataclasses.fields(ClippedPGLossConfig)}
+    free = {
+        "reference_policy_kl_penalty",
+        "reference_policy_kl_type",
+        "kl_importance_weight",
+        "kl_input_clamp_value",
+        "kl_output_clamp_value",
+    }
+    for name, knobs in PRESETS.items():
+        if (name == "dr_grpo") != (args.loss_type == "dr_grpo"):
+            continue
+        if all(loss[knob] == value for knob, value in (defaults | knobs).items() if knob not in free):
+            return name
+    return "custom"
+
+
+def loss_formula(args: GRPOExtConfig) -> list[str]:
+    """The formula of the loss, with its numbers in."""
+    c = args.loss_config
+    low, high = f"{max(0.0, 1 - c.ratio_clip_min):.6g}", f"{1 + c.ratio_clip_max:.6g}"
+    ratio = "exp(mean_t(lp - prev))" if c.sequence_level_importance_ratios else "exp(lp - prev)"
+    if c.force_on_policy_ratio:
+        ratio = ratio.replace("prev", "sg(lp)")
+    lines = [f"rho = {ratio}"]
+    if c.disable_ppo_ratio:
+        lines = ["L = -A lp"]
+    elif c.use_cispo:
+        lines.append(f"L = -sg(clip(rho, {low}, {high})) A lp")
+    elif c.force_on_policy_ratio:
+        lines.append("L = -A rho")
+    else:
+        lines.append(f"L = max(-A rho, -A clip(rho, {low}, {high}))")
+    if c.ratio_clip_c is not None:
+        lines.append(f"L <- min(L, -{c.ratio_clip_c:g} A) where A < 0")
+    if c.use_importance_sampling_correction:
+        weight = "exp(sum_t(prev - gen))" if c.sequence_level_importance_ratios else "exp(prev - gen)"
+        if kind := c.truncated_importance_sampling_type:
+            bounds = f"{c.truncated_importance_sampling_ratio_min or 0:g}, {c.truncated_importance_sampling_ratio:g}"
+            weight = f"{kind}({weight}, {bounds})"
+        lines.append(f"L <- {weight} L")
+    if c.token_level_loss:
+        count = "rows x max_completion_length" if args.loss_type == "dr_grpo" else "valid tokens"
+        mean = f"sum over tokens / {count} of the optimizer step"
+    else:
+        mean = "mean over tokens of a sequence, then over the sequences of the optimizer step"
+    lines.append(f"loss = {mean}" + _kl_term(c))
+    return lines
+
+
+def _kl_term(c: ClippedPGLossConfig) -> str:
+    if not c.has_kl_term:
+        return "" if not c.use_kl_in_reward else "   (the KL is in the reward)"
+    weight = {"score_function": "exp(lp - sg(lp)) ", "policy_ratio": "rho ", "none": ""}[c.kl_importance_weight]
+    if c.use_on_policy_kl_approximation:
+        weight = "exp(lp - gen) "
+    estimate = {"k1": "-x", "k2": "x^2/2", "k3": "(e^x - 1 - x)"}[c.reference_policy_kl_type]
+    clamps = [
+        f"{what} clamped to +-{value:g}"
+        for what, value in (("x", c.kl_input_clamp_value), ("the product", c.kl_output_clamp_value))
+        if value is not None
+    ]
+    return f" + {c.reference_policy_kl_penalty:g} * {weight}{estimate}, x = ref - lp" + (
+        f" ({', '.join(clamps)})" if clamps else ""
+    )
+
+
+def advantage_formula(args: GRPOExtConfig) -> list[str]:
+    """The formula of the advantage."""
+    a = args.adv_estimator_config
+    peers = "the other rollouts of the group" if a.use_leave_one_out_baseline else "the rollouts of the group"
+    relative = f"r - mean over {peers}"
+    if a.normalize_rewards:
+        relative = f"({relative}) / (std over them + 1e-6)"
+    lines = {
+        "grpo": [f"A = {relative}, r = weighted sum of the components"],
+        "gdpo": [
+            f"A_k = {relative}, for each component k",
+            "A = whiten(sum_k w_k A_k) over all rows of the generation batch",
+        ],
+        "reinforce_plus_plus": [
+            "A = r - mean over the rollouts of the group" if a.minus_baseline else "A = r",
+            "A <- whiten(A) over all tokens of the generation batch",
+        ],
+    }.get(a.name, [])
+    if a.advantage_clip_low is not None or a.advantage_clip_high is not None:
+        lines.append(f"A <- clamp(A, {a.advantage_clip_low}, {a.advantage_clip_high})")
+    return lines
+
+
+def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> list[str]:
+    """What is allowed but has gone wrong for others.
+
+    Args:
+        args: the configuration.
+        has_dropout: whether the model has any; unknown without a model, and then assumed.
+    """
+    c, a = args.loss_config, args.adv_estimator_config
+    engine_is_cut = args.top_p < 1 or args.top_k > 0 or bool(args.min_p)
+    advice = []
+    if c.sequence_level_importance_ratios and c.ratio_clip_max >= 0.1:
+        advice.append(
+            f"Sequence ratios with a clip of {c.ratio_clip_max:g}: they vary far less than token ratios, so that it "
+            "never bites. The GSPO paper has 3e-4 and 4e-4."
+        )
+    if c.use_cispo and c.ratio_clip_max < 1:
+        advice.append(
+            f"CISPO with a cap of {1 + c.ratio_clip_max:g}: it cuts the weight of most off-policy tokens. ScaleRL has "
+            "4 to 8 (ratio_clip_max 3 to 7)."
+        )
+    if a.use_leave_one_out_baseline and args.num_generations == 2 and a.name != "reinforce_plus_plus":
+        advice.append(
+            "Leave-one-out with two generations: the baseline is one rollout, and there is no std to divide by."
+        )
+    if c.needs_generation_logprobs and engine_is_cut:
+        advice.append(
+            "top_p, top_k or min_p with an importance correction: the engine renormalises its log-probabilities over "
+            "what is left, the trainer does not, and the ratio is biased."
+        )
+    if args.beta > 0 and has_dropout and not args.disable_dropout:
+        advice.append("beta > 0 with dropout on: the KL also measures the dropout. Set disable_dropout=True.")
+    return advice
+
+
+def _values(block: str, config: Any, args: GRPOExtConfig) -> list[str]:
+    return [
+        f"    {block}.{f.name} = {getattr(config, f.name)!r}  ({args.sources.get(f'{block}.{f.name}', 'default')})"
+        for f in dataclasses.fields(config)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m hf_grpo_ext explain [--config file.yaml] [--any_flag ...]`."""
+    from trl import TrlParser
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments.pop(0) != "explain":
+        raise SystemExit("usage: python -m hf_grpo_ext explain [--config file.yaml] [--any_flag_of_GRPOExtConfig ...]")
+    (args,) = TrlParser(GRPOExtConfig).parse_args_and_config(arguments)
+    print(explain(args))
