@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import NAN, advantages, loss_and_grad
 
-from hf_grpo_ext import ClippedPGLossConfig, GRPOExtConfig
+from hf_grpo_ext import ClippedPGLossConfig
 from hf_grpo_ext.diagnostics import MetricWindow
 from hf_grpo_ext.importance import truncate_weights
 
@@ -225,6 +225,8 @@ def test_22_two_filters_that_look_alike() -> None:
 
 
 def test_23_a_misspelt_knob_names_the_nearest() -> None:
+    from hf_grpo_ext import GRPOExtConfig  # here, since it loads TRL, which no other test of this file needs
+
     with pytest.raises(ValueError, match="did you mean 'ratio_clip_max'"):
         GRPOExtConfig(use_cpu=True, loss_fn={"ratio_clip_maxx": 0.28})
     with pytest.raises(ValueError, match="did you mean 'normalize_rewards'"):
