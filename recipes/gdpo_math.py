@@ -186,6 +186,7 @@ DEFAULTS = {
     "num_generations_eval": 4,
     # At this size recomputing the activations costs time and saves no memory that matters.
     "gradient_checkpointing": False,
+    "ddp_find_unused_parameters": False,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
@@ -367,6 +368,8 @@ def main() -> None:
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         report(trainer, model_args.model_name_or_path, time.perf_counter() - start)
+    # The others wait for the report: gloo hangs in its end when a process has already left.
+    trainer.accelerator.wait_for_everyone()
     trainer.end()
 
 

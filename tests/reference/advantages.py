@@ -1,7 +1,7 @@
 """The advantage estimators in loops.
 
     GRPO                            arXiv:2402.03300, section 4.1.2
-    leave-one-out baseline (RLOO)   arXiv:2402.14740, eq. 7
+    leave-one-out baseline (RLOO)   arXiv:2402.14740
     GDPO                            arXiv:2601.05242
     REINFORCE++                     arXiv:2501.03262
 

@@ -3,7 +3,7 @@
 Nothing here is fast and nothing is shared with `hf_grpo_ext`. Read it next to the papers:
 
     PPO, the clipped surrogate          arXiv:1707.06347, eq. 7
-    dual clip (Ye et al. 2019)          arXiv:1912.09729, eq. 5
+    dual clip (Ye et al. 2019)          arXiv:1912.09729
     DAPO, clip-higher and token mean    arXiv:2503.14476
     GSPO, one ratio a sequence          arXiv:2507.18071
     CISPO (MiniMax-M1)                  arXiv:2506.13585
@@ -114,7 +114,7 @@ def clipped_surrogate(A, rho, config):
     The derivative is that of the branch which was chosen; inside the range both branches are the same one. A ratio
     that is forced to 1 is not clipped.
 
-    Source: PPO, arXiv:1707.06347, eq. 7; dual clip, arXiv:1912.09729, eq. 5.
+    Source: PPO, arXiv:1707.06347, eq. 7; dual clip, arXiv:1912.09729.
     """
     L, dL = -A * rho, -A
     if not config["force_on_policy_ratio"]:
@@ -330,6 +330,7 @@ def reference_loss(config, logprobs, batch, global_valid_toks, global_valid_seqs
                     unclamped, _, _ = kl_term(x, W, {**config, "kl_output_clamp_value": None})
                     margins.append(abs(abs(unclamped) - bound_out))
                 kl_terms.append(KL * share)
+                metrics.add("kl", KL / global_valid_toks)
                 for u in range(n):
                     dtotal[u] += [-beta * dKL_dx * only_t[u] * share, beta * dKL_dW * dW[u] * share]
 
@@ -373,7 +374,7 @@ class Metrics:
         self.ratios, self.clamped = [], []
         self.terms = {}
         sums = "probs_ratio probs_ratio_clamped clip_fraction_low clip_fraction_high token_mult_prob_error gen_kl_error"
-        sums += " policy_kl_error js_divergence_error approx_entropy sampling_importance_ratio kl_penalty"
+        sums += " policy_kl_error js_divergence_error approx_entropy sampling_importance_ratio kl_penalty kl"
         for name in [*sums.split(), "num_valid_samples"]:
             self.add(name)
         if config["truncated_importance_sampling_type"] is not None:
