@@ -70,7 +70,9 @@ class AdvEstimatorConfig:
         return cls(**numbers_from_text(cls, knobs))
 
 
-def normalized_advantage(rewards: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
+def normalized_advantage(
+    rewards: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool, resolution: Tensor | None = None
+) -> Tensor:
     """Group-relative advantage of one reward.
 
         A_i = r_i - b_i,   divided by (std_i + 1e-6) where std_i > 0
@@ -80,6 +82,7 @@ def normalized_advantage(rewards: Tensor, group_ids: Tensor, *, leave_one_out: b
         group_ids: `[N]`.
         leave_one_out: whether a row is left out of its own `b_i` and `std_i`.
         normalize: whether to divide.
+        resolution: `[N]`, how far rounding alone can have moved each reward; `None` for 0.
 
     Returns:
         `[N]`; exactly 0 for a row without a reward, without company, or in a group of equal rewards.
@@ -92,8 +95,10 @@ def normalized_advantage(rewards: Tensor, group_ids: Tensor, *, leave_one_out: b
         >>> normalized_advantage(rewards, one_group, leave_one_out=False, normalize=False).tolist()
         [0.75, -0.25, -0.25, -0.25]
     """
-    baseline, std = group_baseline_and_std(rewards, group_ids, leave_one_out=leave_one_out)
+    baseline, std = group_baseline_and_std(rewards, group_ids, leave_one_out=leave_one_out, resolution=resolution)
     advantage = rewards - baseline
+    if resolution is not None:
+        advantage = torch.where(advantage.abs() <= resolution, torch.zeros_like(advantage), advantage)
     if normalize:
         advantage = torch.where(std > 0, advantage / (std + NORMALIZE_EPSILON), advantage)
     return torch.where(advantage.isnan(), torch.zeros_like(advantage), advantage)
@@ -263,7 +268,7 @@ class GRPOAdvantageEstimator(AdvantageEstimator):
     def _estimate(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
     ) -> Tensor:
-        rewards = weighted_sum(table, weights)
+        rewards, resolution = weighted_sum(table, weights)
         if kl is not None:
             rewards = rewards - masked_sum(kl, mask, dim=-1)
         return normalized_advantage(
@@ -271,6 +276,7 @@ class GRPOAdvantageEstimator(AdvantageEstimator):
             group_ids,
             leave_one_out=self.config.use_leave_one_out_baseline,
             normalize=self.config.normalize_rewards,
+            resolution=resolution,
         )
 
 
@@ -331,9 +337,11 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
     def _estimate(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
     ) -> Tensor:
-        rewards = weighted_sum(table, weights)
+        rewards, resolution = weighted_sum(table, weights)
         if self.config.minus_baseline:
-            rewards = normalized_advantage(rewards, group_ids, leave_one_out=False, normalize=False)
+            rewards = normalized_advantage(
+                rewards, group_ids, leave_one_out=False, normalize=False, resolution=resolution
+            )
         advantages = rewards[:, None].expand_as(mask)
         advantages = whiten_tokens(advantages if kl is None else advantages - kl, mask)
         return torch.where(mask.any(-1, keepdim=True), advantages, torch.zeros_like(advantages))

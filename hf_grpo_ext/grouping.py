@@ -21,7 +21,9 @@ def group_rows(group_ids: Tensor) -> Tensor:
     return rows
 
 
-def group_baseline_and_std(values: Tensor, group_ids: Tensor, *, leave_one_out: bool) -> tuple[Tensor, Tensor]:
+def group_baseline_and_std(
+    values: Tensor, group_ids: Tensor, *, leave_one_out: bool, resolution: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation of the values that vote for each row of a group.
 
     With `leave_one_out` the voters of row i are the other rows of its group, so that neither statistic depends on
@@ -38,6 +40,8 @@ def group_baseline_and_std(values: Tensor, group_ids: Tensor, *, leave_one_out: 
         values: `[N]` rewards, floating point; NaN marks a row that does not vote.
         group_ids: `[N]` integers, equal for the rollouts of one group.
         leave_one_out: whether a row is left out of its own statistics.
+        resolution: `[N]`, how far rounding alone can have moved each value; voters within it of each other count as
+            identical. `None` for values that were not computed.
 
     Returns:
         `(baseline, std)`, each `[N]` in the dtype of `values`. Where nobody votes the baseline is NaN; where fewer
@@ -64,12 +68,13 @@ def group_baseline_and_std(values: Tensor, group_ids: Tensor, *, leave_one_out: 
 
     highest = ballots.masked_fill(~voters, -torch.inf).amax(-1)
     lowest = ballots.masked_fill(~voters, torch.inf).amin(-1)
+    varies = highest - lowest > _group_resolution(values, rows, votes, resolution)[:, None]
     mean = ballots.masked_fill(~voters, 0).sum(-1) / count
-    baseline = torch.where(highest == lowest, highest, mean)
+    baseline = torch.where(varies | (count == 0), mean, highest)
 
     deviation = (ballots - baseline[..., None]).masked_fill(~voters, 0)
     variance = deviation.square().sum(-1) / (count - 1).clamp(min=1)
-    std = torch.where(highest > lowest, variance.sqrt(), torch.zeros_like(variance))
+    std = torch.where(varies, variance.sqrt(), torch.zeros_like(variance))
 
     inside = rows >= 0
     out_baseline, out_std = torch.empty_like(values), torch.empty_like(values)
@@ -78,8 +83,15 @@ def group_baseline_and_std(values: Tensor, group_ids: Tensor, *, leave_one_out: 
     return out_baseline, out_std
 
 
-def group_has_signal(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Whether the values of a row's group differ: `[N]` bool, decided exactly (`max > min`), NaN ignored.
+def _group_resolution(values: Tensor, rows: Tensor, votes: Tensor, resolution: Tensor | None) -> Tensor:
+    """The largest resolution among the voters of each group, `[P]`."""
+    if resolution is None:
+        return values.new_zeros(rows.shape[0])
+    return resolution[rows.clamp(min=0)].masked_fill(~votes, 0).amax(-1)
+
+
+def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | None = None) -> Tensor:
+    """Whether the values of a row's group differ by more than their resolution: `[N]` bool, NaN ignored.
 
     Example:
         >>> group_has_signal(torch.tensor([0.45, 0.45, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])).tolist()
@@ -87,8 +99,9 @@ def group_has_signal(values: Tensor, group_ids: Tensor) -> Tensor:
     """
     rows = group_rows(group_ids)
     members = values[rows.clamp(min=0)]
-    absent = (rows < 0) | members.isnan()
-    varies = members.masked_fill(absent, -torch.inf).amax(-1) > members.masked_fill(absent, torch.inf).amin(-1)
+    votes = (rows >= 0) & ~members.isnan()
+    spread = members.masked_fill(~votes, -torch.inf).amax(-1) - members.masked_fill(~votes, torch.inf).amin(-1)
+    varies = spread > _group_resolution(values, rows, votes, resolution)
     out = torch.empty_like(values, dtype=torch.bool)
     inside = rows >= 0
     out[rows[inside]] = varies[:, None].expand_as(rows)[inside]

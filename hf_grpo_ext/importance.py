@@ -97,7 +97,8 @@ def truncate_weights(
         IcePop: Ling Team, arXiv:2510.18855.
     """
     judged = torch.exp(token_mean(log_ratio, mask)) if kind == "seq-mask-tis" else weights
-    out_of_bounds = (judged < low) | (judged > high)
+    # Not `< low or > high`: a NaN, from a token that the engine could not score, is in no bounds.
+    out_of_bounds = ~((judged >= low) & (judged <= high))
     if kind == "tis":
         return weights.clamp(low, high), out_of_bounds
     if kind in ("icepop", "seq-mask-tis"):

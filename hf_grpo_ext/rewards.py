@@ -45,15 +45,30 @@ def component_weights(names: Sequence[str], by_name: Mapping[str, float]) -> lis
     return [float(by_name.get(name, 1.0)) for name in names]
 
 
-def weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of the components that are present: `[N, K], [K] -> [N]`; NaN for a row without any.
+def weighted_sum(table: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the components that are present, and how far rounding alone can move it.
+
+        r_i = sum_k w_k r_ik,   resolution_i = K eps max_k |w_k r_ik|   (0 for one component)
+
+    .3 + .4 and .7 + .0 are the same total, and differ in the last bit.
+
+    Args:
+        table: `[N, K]`, NaN where a component is absent.
+        weights: `[K]`.
+
+    Returns:
+        `(totals, resolution)`, each `[N]`; NaN for a row without any component.
 
     Example:
-        >>> weighted_sum(torch.tensor([[1.0, float("nan")], [1.0, 1.0]]), torch.tensor([2.0, 3.0])).tolist()
+        >>> table, weights = torch.tensor([[1.0, float("nan")], [1.0, 1.0]]), torch.tensor([2.0, 3.0])
+        >>> weighted_sum(table, weights)[0].tolist()
         [2.0, 5.0]
     """
-    total = (table * weights).nansum(-1)
-    return torch.where(table.isnan().all(-1), torch.nan, total)
+    terms = table * weights
+    scored = ~table.isnan().all(-1)
+    rounding = table.shape[-1] * torch.finfo(table.dtype).eps if table.shape[-1] > 1 else 0.0
+    resolution = rounding * terms.abs().nan_to_num(0.0).amax(-1)
+    return torch.where(scored, terms.nansum(-1), torch.nan), torch.where(scored, resolution, torch.nan)
 
 
 class ComponentReward:

@@ -262,7 +262,8 @@ class GRPOExtTrainer(GRPOTrainer):
         if self.args.adv_estimator_config.name == "gdpo":  # any component that varies is signal
             signal = torch.stack([group_has_signal(column, group_ids) for column in columns.values()]).any(0)
         else:
-            signal = group_has_signal(weighted_sum(self._reward_table, self.reward_weights.to(mask.device)), group_ids)
+            totals, resolution = weighted_sum(self._reward_table, self.reward_weights.to(mask.device))
+            signal = group_has_signal(totals, group_ids, resolution)
         self._metrics[self._mode]["frac_reward_zero_std"][-1] = 1 - signal.float().mean().item()
 
     # The optimizer step

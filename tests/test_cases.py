@@ -27,6 +27,17 @@ def test_02_float32_leaves_no_residue() -> None:
     assert odd.item() == pytest.approx(0.85, abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_02_totals_that_are_equal_but_for_rounding(dtype: torch.dtype) -> None:
+    # The peers of the first row have .3 + .4 and .7 + 0, of the second .1 + .2 and .3 + 0.
+    for x, y in ((0.3, 0.4), (0.1, 0.2)):
+        a = advantages("grpo", {"a": [1, x, x + y], "b": [0, y, 0]}, dtype=dtype)
+        assert a[0].item() == pytest.approx(1 - (x + y), abs=1e-6)
+        equal = {"a": [x + y, x, x + y], "b": [0, y, 0]}
+        assert advantages("grpo", equal, dtype=dtype).tolist() == [0.0] * 3
+        assert advantages("reinforce_plus_plus", equal, dtype=dtype, mask=torch.ones(3, 2)).abs().max() == 0
+
+
 def test_03_the_residue_does_not_hide_the_other_component() -> None:
     # Undivided, the odd row of r1 has 0.95; r2 has +-0.5 / 0.52. A residue would give r1 10^4 and r2 nothing.
     components = {"r1": [1] + [0.05] * 11, "r2": [0, 1] * 6}

@@ -177,7 +177,7 @@ def test_the_same_value_twice_is_no_conflict() -> None:
         ({"importance_sampling_level": "sequence"}, "Set token_level_loss=False"),
         ({"loss_type": "cispo", "delta": 3.0}, "use_cispo=True with ratio_clip_c"),
         ({"delta": 0.9}, "ratio_clip_c=0.9: the dual clip must be > 1"),
-        ({"loss_fn": {"use_kl_in_reward": True}, "adv_estimator": "gdpo", "beta": 0.1}, "which component would carry the KL"),
+        ({"loss_fn": {"use_kl_in_reward": True}, "adv_estimator": "gdpo", "beta": 0.1}, "which component would carry"),
         ({"loss_fn": {"use_kl_in_reward": True}}, "there is no KL to put into the reward"),
         ({"loss_fn": {"force_on_policy_ratio": True}, "num_iterations": 2}, "several updates a rollout"),
         ({"loss_fn": {"force_on_policy_ratio": True}, "steps_per_generation": 4}, "several updates a rollout"),

@@ -10,7 +10,8 @@ row without a counted token is masked out.
 
 Choices that no paper makes, shared with the package:
 - a row that is masked out or whose components are all absent neither votes nor gets an advantage: it is exactly 0;
-- values that are all equal have their own value as mean and 0 as spread, exactly;
+- values that are all equal have their own value as mean and 0 as spread, exactly; totals of K > 1 components count as
+  equal within K eps max|w_k r_ik| of their group, and an advantage within that of its row is 0;
 - the whitening of GDPO takes a mean, or a spread, within rounding error as 0 (see `gdpo`);
 - the KL of a token in the reward has the clamps of the loss (see `token_kl`).
 """
@@ -25,12 +26,14 @@ def absent(x):
     return x is None or math.isnan(x)
 
 
-def group_advantages(values, groups, leave_one_out, normalize):
+def group_advantages(values, groups, leave_one_out, normalize, residue=None):
     """A_i = (r_i - b_i) / (std_i + 1e-6) within the group of i, over the values that are not None.
 
     leave one out: b_i and std_i (unbiased) of the others of the group; else of the whole group.
     Undivided when the values under the std are all the same, or fewer than two. One value in the group: 0.
+    `residue`: per value, how far rounding can have moved it.
     """
+    residue = residue or [0.0] * len(values)
     out = []
     for i in range(len(values)):
         if values[i] is None:
@@ -41,9 +44,11 @@ def group_advantages(values, groups, leave_one_out, normalize):
             out.append(0.0)
             continue
         voters = [values[j] for j in group if not (leave_one_out and j == i)]
-        baseline = mean(voters)
-        A = values[i] - baseline
-        if normalize and len(voters) > 1 and max(voters) != min(voters):
+        equal = max(voters) - min(voters) <= max(residue[j] for j in group)
+        A = values[i] - (max(voters) if equal else mean(voters))
+        if abs(A) <= residue[i]:
+            A = 0.0
+        if normalize and not equal:
             A = A / (math.sqrt(variance(voters, 1)) + 1e-6)
         out.append(A)
     return out
@@ -74,6 +79,14 @@ def total_rewards(rewards, weights, counted):
         present = [name for name in rewards if not absent(rewards[name][i])]
         totals.append(math.fsum(weights[name] * rewards[name][i] for name in present) if counted[i] else None)
     return totals
+
+
+def rounding(rewards, weights):
+    """K eps max_k |w_k r_ik| for each row; 0 for one component, which nothing was added to."""
+    if len(rewards) == 1:
+        return [0.0] * len(next(iter(rewards.values())))
+    rows = zip(*([abs(weights[n] * r) if not absent(r) else 0.0 for r in rewards[n]] for n in rewards), strict=True)
+    return [len(rewards) * np.finfo(np.float64).eps * max(row) for row in rows]
 
 
 def clamp(x, low, high):
@@ -107,7 +120,7 @@ def grpo(groups, rewards, mask, weights, *, leave_one_out=True, normalize=True, 
         for i in range(len(totals)):
             if totals[i] is not None:
                 totals[i] -= beta * math.fsum(kl[i][t] for t in range(len(mask[i])) if mask[i][t] != 0)
-    A = group_advantages(totals, groups, leave_one_out, normalize)
+    A = group_advantages(totals, groups, leave_one_out, normalize, rounding(rewards, weights))
     return np.array([clamp(A[i], low, high) if counted[i] else 0.0 for i in range(len(A))])
 
 
@@ -143,15 +156,15 @@ def reinforce_plus_plus(groups, rewards, mask, weights, *, minus_baseline=True, 
     """
     counted = counted_rows(rewards, mask)
     totals = total_rewards(rewards, weights, counted)
+    if minus_baseline:
+        relative = group_advantages(totals, groups, False, False, rounding(rewards, weights))
     A = {}
     for i in range(len(mask)):
         if not counted[i]:
             continue
-        group = [totals[j] for j in range(len(mask)) if groups[j] == groups[i] and counted[j]]
-        baseline = mean(group) if minus_baseline else 0.0
         for t in range(len(mask[i])):
             if mask[i][t] != 0:
-                A[i, t] = totals[i] - baseline
+                A[i, t] = relative[i] if minus_baseline else totals[i]
                 if kl is not None:
                     A[i, t] -= beta * kl[i][t]
     out = np.full(np.shape(mask), math.nan)

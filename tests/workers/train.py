@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tiny import SPECIAL, prompts  # noqa: E402  # the path comes first
+from tiny import SPECIAL, prompts  # the path comes first
 
-from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer  # noqa: E402
+from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 
 class Trainer(GRPOExtTrainer):
