@@ -1,4 +1,5 @@
-# `make demo` fine-tunes a small model with three rewards; `make test` runs lint, types and tests.
+# `make demo` fine-tunes a small model with three rewards; `make test` runs lint, types and tests; `make quick` the tests
+# of a few seconds each.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,8 @@ ARGS ?=
 # Tests and the demo run without a model hub unless one is asked for.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format clean
+# `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
+.PHONY: demo test quick mutate lint format clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +33,12 @@ lint: $(VENV)/.dev
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest $(ARGS)
+
+quick: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow and not distributed' $(ARGS)
+
+mutate: $(VENV)/.dev
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

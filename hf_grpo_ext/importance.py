@@ -19,7 +19,7 @@ def finite_exp(log_weight: Tensor) -> Tensor:
         >>> finite_exp(torch.tensor([0.0, 1000.0, float("nan")])).tolist()
         [1.0, 0.0, 0.0]
     """
-    finite = torch.exp(log_weight.detach()).isfinite()
+    finite = torch.exp(log_weight).isfinite()
     # The inner `where` keeps the infinity out of the backward pass, where 0 * inf is NaN.
     weight = torch.exp(torch.where(finite, log_weight, torch.zeros_like(log_weight)))
     return torch.where(finite, weight, torch.zeros_like(weight))

@@ -50,9 +50,9 @@ def kl_penalty(
     log_ratio: Tensor,
     kl_type: str,
     *,
+    input_clamp: float | None,
+    output_clamp: float | None,
     weight: Tensor | None = None,
-    input_clamp: float | None = 20.0,
-    output_clamp: float | None = 10.0,
 ) -> Tensor:
     """Per-token KL penalty, `clamp( v * k(clamp(x)) )`, in nats.
 
@@ -64,9 +64,9 @@ def kl_penalty(
     Args:
         log_ratio: `x = ref - lp`, `[B, T]`, with masked positions already set to 0.
         kl_type: "k1", "k2" or "k3".
-        weight: `v`, `[B, T]`, finite; `None` is the plain `k(x)`.
         input_clamp: `x` is clamped to `[-input_clamp, input_clamp]`; `None` for no clamp.
         output_clamp: likewise for the product; `None` for no clamp.
+        weight: `v`, `[B, T]`, finite; `None` is the plain `k(x)`.
 
     Returns:
         `[B, T]`, the dtype of `log_ratio`.

@@ -25,7 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_grpo_ext"
 MODULES = ("reductions.py", "grouping.py", "kl.py", "importance.py", "advantages.py", "loss.py", "loss_config.py")
-TESTS = ("test_golden.py", "test_cases.py", "test_advantages.py", "test_loss.py", "test_rewards.py")
+TESTS = (
+    "test_kl_and_importance.py",
+    "test_golden.py",
+    "test_cases.py",
+    "test_advantages.py",
+    "test_loss.py",
+    "test_rewards.py",
+    "test_reference.py",
+)
 SECONDS = 120
 
 OPERATORS = {

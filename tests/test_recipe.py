@@ -1,0 +1,84 @@
+"""`recipes/gdpo_math.py` end to end on a tiny model: what it writes, and that plain libraries load it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "gdpo_math.py"
+COMPONENTS = {"reward/correctness", "reward/format", "reward/length"}
+SMALL = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "per_device_eval_batch_size": 8,
+    "num_generations_eval": 2,
+    "eval_prompts": 4,
+    "max_completion_length": 4,
+    "learning_rate": 1e-3,
+    "use_cpu": True,
+    "bf16": False,
+}
+
+
+def run(folder: Path, *more: str, **options: object) -> dict:
+    arguments = [f"--{name}={value}" for name, value in ({**SMALL, "output_dir": folder} | options).items()]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(RECIPE), *arguments, *more],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder.parent,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Held-out prompts" in done.stdout
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_full_fine_tuning(tmp_path: Path) -> None:
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+    summary = run(out, model_name_or_path=model, seed=3)
+    assert summary["model"] == model
+    assert (summary["steps"], summary["seed"]) == (2, 3)
+    assert summary["seconds"] > 0
+    for when in ("before", "after"):
+        assert set(summary["eval"][when]) == COMPONENTS | {"n"}
+        assert summary["eval"][when]["n"] == 8
+        assert all(0 <= summary["eval"][when][name] <= 1 for name in COMPONENTS)
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    start = AutoModelForCausalLM.from_pretrained(model)
+    assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+@pytest.mark.slow
+def test_an_adapter_on_a_local_data_set_from_a_yaml_file(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+    rows = [{"Question": f"what is {i} + 1", "Answer": f"so #### {i + 1}"} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.yaml").write_text(
+        f"model_name_or_path: {model}\n"
+        f"dataset_name: {tmp_path}/data.jsonl\n"
+        "use_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\nbeta: 0.05\n"
+        "adv_estimator: {name: gdpo, normalize_rewards: false}\nloss_fn: {ratio_clip_max: 0.28}\n"
+        "reward_weights: {correctness: 2.0}\n"
+    )
+    run(out, "--config", str(tmp_path / "run.yaml"))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out)
+    assert adapted.peft_config["default"].r == 4
