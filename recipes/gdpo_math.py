@@ -11,7 +11,6 @@ Every field of `GRPOExtConfig` and `trl.ModelConfig` is an option, on the comman
 
 import json
 import math
-import os
 import random
 import re
 import time
@@ -20,9 +19,8 @@ from fractions import Fraction
 from itertools import product
 from pathlib import Path
 
+import _cpu
 import _smollm2
-import torch
-from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, load_dataset
 from math_verify import parse, verify
 from matplotlib.figure import Figure
@@ -193,23 +191,6 @@ DEFAULTS = {
 }
 
 
-def machine_defaults() -> dict:
-    """bfloat16 only where the processor computes in it; elsewhere a CPU emulates it, slower than float32."""
-    on_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    return {"use_cpu": True, "bf16": torch.cpu._is_avx512_bf16_supported()} if on_cpu else {}
-
-
-def use_all_cores() -> None:
-    """Share the cores this machine grants among the local processes; `accelerate launch` sets one thread each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no cgroup, or no limit in it
-        pass
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
 # --- Trainer ----------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +272,12 @@ def print_table(before: dict, after: dict, temperature: float) -> None:
 
 
 def plot_curves(history: list[dict], path: Path) -> None:
+    def curve(key: str) -> list[tuple[int, float]]:
+        return [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
+
+    names = sorted({name for entry in history for name in component_means(entry, "rewards/")})
     panels = {
+        "reward components": [f"rewards/{name}/mean" for name in names],
         "completion length (tokens)": ["completions/mean_length"],
         "loss": ["loss"],
         "gradient norm": ["grad_norm"],
@@ -300,33 +286,20 @@ def plot_curves(history: list[dict], path: Path) -> None:
         "share of tokens clipped": ["clip_fraction_low", "clip_fraction_high"],
         "policy ratio": ["probs_ratio"],
     }
-    logged = {key for entry in history for key in entry}
-    panels = {title: keys for title, keys in panels.items() if logged.intersection(keys)}
-    columns = 3
-    rows = math.ceil((1 + len(panels)) / columns)
+    # What is logged depends on the loss: there is no KL without a reference, for one.
+    panels = {title: keys for title, keys in panels.items() if any(curve(key) for key in keys)}
     # A figure of its own, without pyplot, draws to a file whatever display there is.
-    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-
-    for prefix, style in (("rewards/", "-"), ("eval_rewards/", "o")):
-        entries = [(entry["step"], component_means(entry, prefix)) for entry in history]
-        for index, name in enumerate(sorted({name for _, means in entries for name in means})):
-            points = [(step, means[name]) for step, means in entries if name in means]
-            label = name if prefix == "rewards/" else f"{name}, held out"
-            axes[0].plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
-    axes[0].set(title="reward components", xlabel="step")
-    axes[0].legend(fontsize="x-small")
-    for axis, (title, keys) in zip(axes[1:], panels.items(), strict=False):
-        for key in keys:
-            points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=key)
-        axis.set(title=title, xlabel="step")
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    figure.suptitle("lines: training, dots: held out")
+    for position, (title, keys) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(2, 4, position, title=title, xlabel="step")
+        for index, key in enumerate(keys):
+            for points, style in ((curve(key), "-"), (curve(f"eval_{key}"), "o")):
+                label = key.removeprefix("rewards/").removesuffix("/mean") if style == "-" else None
+                axis.plot([x for x, _ in points], [y for _, y in points], style, color=f"C{index}", label=label)
         if len(keys) > 1:
-            axis.legend(fontsize="x-small")
-    for axis in axes[1 + len(panels) :]:
-        axis.remove()
-    figure.savefig(path, dpi=120)
+            axis.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
 
 
 def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
@@ -334,7 +307,7 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
     evaluations = [means for entry in history if (means := component_means(entry, "eval_rewards/"))]
     answers = len(trainer.eval_dataset) * trainer.num_generations_eval
     before, after = (
-        {**{f"reward/{name}": value for name, value in means.items()}, "n": answers}
+        {**{f"reward/{name}": round(value, 4) for name, value in means.items()}, "n": answers}
         for means in (evaluations[0], evaluations[-1])
     )
     print_table(before, after, args.temperature)
@@ -354,12 +327,12 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
 def main() -> None:
     start = time.perf_counter()
     parser = TrlParser((ScriptArguments, GRPOExtConfig, ModelConfig))
-    parser.set_defaults_with_config(**DEFAULTS, **machine_defaults())
+    parser.set_defaults_with_config(**DEFAULTS, **_cpu.defaults())
     script_args, args, model_args = parser.parse_args_and_config()
     # The first evaluation belongs inside train(), where the model is already wrapped for DDP, FSDP or DeepSpeed.
     args.eval_on_start = True
     if args.use_cpu:
-        use_all_cores()
+        _cpu.use_all_cores()
     model_args.model_name_or_path = model_args.model_name_or_path or _smollm2.locate()
 
     trainer = build_trainer(script_args, args, model_args)

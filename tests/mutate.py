@@ -63,6 +63,9 @@ def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
 
 
 def _is_prose(node: ast.AST) -> bool:
+    """What says nothing, or the same: prose, types, and the last dimension, which is -1 or 1 of a matrix alike."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return isinstance(node.operand, ast.Constant) and node.operand.value == 1
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return docstring or isinstance(node, (ast.Raise, ast.arg, ast.AnnAssign, ast.Import, ast.ImportFrom))
 

@@ -267,6 +267,33 @@ def test_grouping_of_uneven_groups() -> None:
     assert group_has_signal(values, ids).tolist() == [True, False, True, True, False, False]
 
 
+def test_signal_of_two_groups_of_three() -> None:
+    ids = torch.tensor([0, 1, 0, 0, 1, 1])
+    assert group_has_signal(torch.tensor([3.0, 5.0, 3.0, 3.0, 6.0, 5.0]), ids).tolist() == [
+        False, True, False, False, True, True,
+    ]  # fmt: skip
+    # Only row 0 differs.
+    assert group_has_signal(torch.tensor([9.0, 5.0, 3.0, 3.0, 5.0, 5.0]), ids).tolist() == [
+        True, False, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_values_within_their_resolution_are_equal() -> None:
+    values, ids = torch.tensor([1.0, 1.25, 1.0, 0.0]), torch.tensor([0, 0, 0, 0])
+    resolution = torch.tensor([0.0, 0.5, 0.0, 0.0])  # the coarsest voter decides for its group
+    baseline, std = group_baseline_and_std(values, ids, leave_one_out=True, resolution=resolution)
+    assert std[3] == 0
+    assert baseline[3] == 1.25
+    assert std[0] > 0, "the last row is further away than any rounding"
+    assert group_has_signal(values, ids, resolution).all()
+    close_by = torch.tensor([1.0, 1.25, 1.0, 1.5])
+    assert not group_has_signal(close_by, ids, resolution).any()
+    assert group_has_signal(close_by, ids).all()
+    # A row without a value has no say in the resolution.
+    silent = torch.tensor([1.0, float("nan"), 1.0, 1.5])
+    assert group_has_signal(silent, ids, resolution).tolist()[0] is True
+
+
 def test_leave_one_out_statistics_do_not_depend_on_the_row() -> None:
     values = torch.tensor([1.0, 0.3, 0.6, 0.2])
     ids = torch.zeros(4, dtype=torch.long)
