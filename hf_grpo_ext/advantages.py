@@ -56,6 +56,15 @@ class AdvEstimatorConfig:
             raise ValueError(
                 f"advantage_clip_low={low} is above advantage_clip_high={high}: no advantage is in between."
             )
+        for name, value, outside in (
+            ("advantage_clip_low", low, low is not None and low > 0),
+            ("advantage_clip_high", high, high is not None and high < 0),
+        ):
+            if outside:
+                raise ValueError(
+                    f"{name}={value}: the range must hold 0, the advantage of a rollout that nothing scored and of a "
+                    "group without signal, or these would train."
+                )
         if self.name != "reinforce_plus_plus" and not self.minus_baseline:
             raise ValueError(
                 f"minus_baseline=False with name={self.name!r}: only reinforce_plus_plus reads it, a group-relative "
@@ -212,6 +221,7 @@ class AdvantageEstimator:
         mask = mask.bool()
         if not len(group_ids):
             return table.new_zeros(mask.shape if self.token_level else 0)
+        _check_magnitude(names, table * weights)
         # A row that is masked out or that nothing could score does not vote.
         valid = mask.any(-1) & ~table.isnan().all(-1)
         table = table.masked_fill(~valid[:, None], torch.nan)
@@ -376,6 +386,8 @@ def _reward_table(rewards: Mapping[str, Tensor], group_ids: Tensor, mask: Tensor
             f"group_ids has shape {list(group_ids.shape)} and mask {list(mask.shape)}: they must be [N] and [N, T]."
         )
     for name, column in rewards.items():
+        if not isinstance(column, Tensor):
+            raise TypeError(f"reward component {name!r} is a {type(column).__name__}: it must be a [N] tensor.")
         if column.shape != group_ids.shape:
             raise ValueError(
                 f"reward component {name!r} has shape {list(column.shape)}: it must have the shape of group_ids, "
@@ -383,3 +395,15 @@ def _reward_table(rewards: Mapping[str, Tensor], group_ids: Tensor, mask: Tensor
             )
     table = torch.stack([column.detach() for column in rewards.values()], dim=-1)
     return list(rewards), table.to(torch.promote_types(table.dtype, torch.float32))
+
+
+def _check_magnitude(names: list[str], terms: Tensor) -> None:
+    """Refuses rewards whose variance would not fit into the dtype, and with it those that are infinite."""
+    largest = terms.abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
+    limit = torch.finfo(terms.dtype).max ** 0.5 / 1e3
+    for name, value in zip(names, largest.tolist(), strict=True):
+        if value > limit:
+            raise ValueError(
+                f"reward component {name!r}, times its weight, reaches {value:.3g}: the variance of such rewards does "
+                f"not fit into {terms.dtype}. A reward must be finite and below {limit:.0e}; scale it down."
+            )

@@ -43,6 +43,19 @@ ADVANTAGE_FIELDS = {
 # method is.
 PRESET_NUMBERS = ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
 
+# What the objective is made of, besides the two blocks.
+RESOLVED_FIELDS = (
+    *LOSS_FIELDS,
+    *ADVANTAGE_FIELDS,
+    "adv_estimator",
+    "loss_fn",
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+)
+# A preset says what its method is even where it says the default.
+STRUCTURE = {"use_cispo": False, "sequence_level_importance_ratios": False, "disable_ppo_ratio": False}
+
 # Fields that only losses which are refused would read.
 REFUSED_FIELDS = dict.fromkeys(
     (
@@ -124,6 +137,7 @@ class GRPOExtConfig(GRPOConfig):
 
     # Where each value of the two blocks came from: "named", "preset 'dapo'", "TRL's beta". For `explain`.
     sources: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    resolved: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     nemo_rl_config: str | None = field(
         default=None,
         metadata={
@@ -135,6 +149,8 @@ class GRPOExtConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.nemo_rl_config is not None:
             _take_nemo_rl(self)
+        self.adv_estimator = _read_json("adv_estimator", self.adv_estimator)
+        self.loss_fn = _read_json("loss_fn", self.loss_fn)
         super().__post_init__()
         self.reward_weights = _read_reward_weights(self.reward_weights)
         self.sources = {}
@@ -143,6 +159,16 @@ class GRPOExtConfig(GRPOConfig):
         self.loss_fn = _resolve_loss(self)
         get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
         _check_updates_per_rollout(self)
+        self.resolved = {name: getattr(self, name) for name in RESOLVED_FIELDS}
+
+    def check_unchanged(self) -> None:
+        """Raises a `ValueError` if a field that the objective was made of was assigned after construction."""
+        for name, value in self.resolved.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} was set to {getattr(self, name)!r} after the configuration was made with {value!r}: the "
+                    "loss and the advantages are resolved once. Pass it to GRPOExtConfig(...)."
+                )
 
     @classmethod
     def from_nemo_rl(cls, source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> GRPOExtConfig:
@@ -187,20 +213,37 @@ def _is_set(args: GRPOExtConfig, name: str) -> bool:
     return bool(getattr(args, name) != _default(name))
 
 
+def _read_json(name: str, value: Any) -> Any:
+    """A JSON object as the dict it is; anything else as it came."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}={value!r} is no JSON object: {error}. Keys need double quotes.") from None
+
+
 def _read_reward_weights(weights: Any) -> list[float] | dict[str, float] | None:
-    if weights is None or isinstance(weights, Mapping):
-        return None if weights is None else dict(weights)
     if isinstance(weights, str):
         weights = [weights]
-    if len(weights) == 1 and isinstance(weights[0], str) and weights[0].lstrip().startswith("{"):
-        return dict(json.loads(weights[0]))
+    if isinstance(weights, list) and len(weights) == 1:
+        weights = _read_json("reward_weights", weights[0]) if isinstance(weights[0], str) else weights
+        weights = [weights] if isinstance(weights, str) else weights
+    if weights is None:
+        return None
     try:
-        return [float(weight) for weight in weights]
-    except ValueError:
+        if isinstance(weights, Mapping):
+            read: Any = {name: float(weight) for name, weight in weights.items()}
+        else:
+            read = [float(weight) for weight in weights]
+        if not all(math.isfinite(weight) for weight in (read.values() if isinstance(read, dict) else read)):
+            raise ValueError
+    except (TypeError, ValueError):
         raise ValueError(
-            f"reward_weights={weights!r}: give one number for each reward function, or a dict (on the command line a "
-            "JSON object) by component name."
+            f"reward_weights={weights!r}: give one finite number for each reward function, or a dict (on the command "
+            "line a JSON object) of such numbers by component name."
         ) from None
+    return read  # type: ignore[no-any-return]  # a list or a dict, as it came
 
 
 def _refuse_fields(args: GRPOExtConfig) -> None:
@@ -260,7 +303,7 @@ def _agree(args: GRPOExtConfig, kind: str, named: Mapping[str, Any], fields: Map
         knobs = [knob for knob in twins[name] if knob in named]
         if knobs and _is_set(args, name):
             raise ValueError(
-                f"{kind} names {knobs[0]}={named[knobs[0]]!r}, which is {name}={value!r} in TRL's terms, and "
+                f"{kind} names {knobs[0]}={named[knobs[0]]!r}, which is the field {name}={value!r}, and "
                 f"{name}={current!r} is set too. They are the same setting: name one of them."
             )
         setattr(args, name, value)
@@ -302,7 +345,8 @@ def _note_sources(args: GRPOExtConfig, block: str, twins: Any, said: Mapping[str
     for trl_field, knobs in twins.items():
         for knob in knobs:
             if knob in of_trl:
-                args.sources[f"{block}.{knob}"] = f"TRL's {trl_field}{'' if _is_set(args, trl_field) else ', default'}"
+                whose = "TRL's " if trl_field not in ("advantage_clip_low", "advantage_clip_high") else ""
+                args.sources[f"{block}.{knob}"] = whose + trl_field + ("" if _is_set(args, trl_field) else ", default")
     for source, knobs in said.items():
         for knob in knobs:
             args.sources[f"{block}.{knob}"] = source
@@ -360,7 +404,7 @@ def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
     if named is None:
         named = _as_block(given, "loss_fn", PRESETS)
     method = named.pop("name", None)
-    preset = dict(PRESETS[method]) if method else {}
+    preset = STRUCTURE | PRESETS[method] if method else {}
     use_cispo = {**preset, **named}.get("use_cispo", args.loss_type == "cispo")
 
     # TRL's numbers, where they are set, replace those of a preset; what the method is stays.

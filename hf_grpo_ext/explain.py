@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .config import GRPOExtConfig
 from .loss_config import PRESETS, ClippedPGLossConfig
 
@@ -28,6 +30,7 @@ def explain(args: GRPOExtConfig, has_dropout: bool = True) -> str:
         *(f"    {line}" for line in loss_formula(args)),
         f"Advantage: {args.adv_estimator_config.name}",
         *(f"    {line}" for line in advantage_formula(args)),
+        *_beside(args),
         "Values:",
         *_values("loss_fn", loss, args),
         *_values("adv_estimator", args.adv_estimator_config, args),
@@ -124,6 +127,14 @@ def advantage_formula(args: GRPOExtConfig) -> list[str]:
             "A <- whiten(A) over all tokens of the generation batch",
         ],
     }.get(a.name, [])
+    if args.loss_config.use_kl_in_reward:
+        kl = (
+            f"{args.loss_config.reference_policy_kl_penalty:g} * {args.loss_config.reference_policy_kl_type}(prev, ref)"
+        )
+        if a.name == "grpo":
+            lines.insert(0, f"r <- r - sum over tokens of {kl}")
+        else:
+            lines.insert(1, f"A <- A - {kl}, at each token")
     if a.advantage_clip_low is not None or a.advantage_clip_high is not None:
         lines.append(f"A <- clamp(A, {a.advantage_clip_low}, {a.advantage_clip_high})")
     return lines
@@ -144,6 +155,11 @@ def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> lis
             f"Sequence ratios with a clip of {c.ratio_clip_max:g}: they vary far less than token ratios, so that it "
             "never bites. The GSPO paper has 3e-4 and 4e-4."
         )
+    if c.disable_ppo_ratio and args.num_iterations > 1:
+        advice.append(
+            f"disable_ppo_ratio with num_iterations={args.num_iterations}: after the first update nothing corrects for "
+            "the policy that has moved."
+        )
     if c.use_cispo and c.ratio_clip_max < 1:
         advice.append(
             f"CISPO with a cap of {1 + c.ratio_clip_max:g}: it cuts the weight of most off-policy tokens. ScaleRL has "
@@ -163,6 +179,26 @@ def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> lis
     return advice
 
 
+def _beside(args: GRPOExtConfig) -> list[str]:
+    """What else decides what is trained."""
+    beside = {
+        f"reward weights {args.reward_weights}": args.reward_weights is not None,
+        f"entropy bonus, {'adaptive from' if args.use_adaptive_entropy else 'weight'} {args.entropy_coef:g}": (
+            args.entropy_coef != 0 or args.use_adaptive_entropy
+        ),
+        f"policy term on the {args.top_entropy_quantile:.0%} tokens of highest entropy": args.top_entropy_quantile < 1,
+        f"rows with A < 0 and a KL above {args.off_policy_mask_threshold} are left out": (
+            args.off_policy_mask_threshold is not None
+        ),
+        "truncated completions are left out": args.mask_truncated_completions,
+        f"TRL's correction of vLLM, {args.vllm_importance_sampling_mode}": (
+            args.use_vllm and args.vllm_importance_sampling_correction
+        ),
+    }
+    lines = [f"    {text}" for text, applies in beside.items() if applies]
+    return ["Beside it:", *lines] if lines else []
+
+
 def _values(block: str, config: Any, args: GRPOExtConfig) -> list[str]:
     return [
         f"    {block}.{f.name} = {getattr(config, f.name)!r}  ({args.sources.get(f'{block}.{f.name}', 'default')})"
@@ -177,5 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments.pop(0) != "explain":
         raise SystemExit("usage: python -m hf_grpo_ext explain [--config file.yaml] [--any_flag_of_GRPOExtConfig ...]")
-    (args,) = TrlParser(GRPOExtConfig).parse_args_and_config(arguments)
+    parser = TrlParser(GRPOExtConfig)
+    parser.set_defaults_with_config(use_cpu=not torch.accelerator.is_available())  # nothing is trained here
+    (args,) = parser.parse_args_and_config(arguments)
     print(explain(args))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from .kl import largest_exponent
 from .reductions import masked_sum, token_mean
 
 TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
@@ -50,7 +49,7 @@ def policy_log_ratio(logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor, *, s
     log_ratio = torch.where(mask.bool(), logprobs - prev_logprobs, torch.zeros_like(logprobs))
     if sequence_level:
         log_ratio = token_mean(log_ratio, mask).expand_as(log_ratio)
-    return log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) / 2)
+    return log_ratio.clamp(max=largest_exponent(log_ratio.dtype))
 
 
 def actor_weights(log_ratio: Tensor, mask: Tensor, *, sequence_level: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,11 @@ def kl_estimate(log_ratio: Tensor, kl_type: str) -> Tensor:
     raise ValueError(f"KL type {kl_type!r} is not known: it must be one of {', '.join(KL_TYPES)}.")
 
 
+def largest_exponent(dtype: torch.dtype) -> float:
+    """Half the largest exponent of a dtype (44 in float32): what an `exp` may be given so that products stay finite."""
+    return math.log(torch.finfo(dtype).max) / 2
+
+
 def symmetric_clamp(values: Tensor, limit: float | None) -> Tensor:
     """`values` clamped to `[-limit, limit]`; unchanged for `None`."""
     return values if limit is None else values.clamp(-limit, limit)
@@ -78,7 +85,9 @@ def kl_penalty(
         >>> kl_penalty(torch.tensor([[30.0]]), "k1", input_clamp=20.0, output_clamp=10.0).item()
         -10.0
     """
-    estimate = kl_estimate(symmetric_clamp(log_ratio, input_clamp), kl_type)
+    # Without an input clamp too, `exp` must not overflow: the output clamp would hide the value, not the gradient.
+    x = symmetric_clamp(log_ratio, input_clamp).clamp(max=largest_exponent(log_ratio.dtype))
+    estimate = kl_estimate(x, kl_type)
     if weight is not None:
         if input_clamp is not None:
             weight = torch.where(log_ratio.abs() > input_clamp, weight.detach(), weight)

@@ -240,8 +240,9 @@ class ClippedPGLossFn:
         }
         for name, values in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
             metrics[name] = masked_mean(values, x.mask, toks)
-            metrics[f"{name}_min"] = values.masked_fill(~x.mask, math.inf).amin()
-            metrics[f"{name}_max"] = values.masked_fill(~x.mask, -math.inf).amax()
+            nothing = values.new_full((1,), math.inf)  # so that an empty batch has extremes too
+            metrics[f"{name}_min"] = torch.cat([values.masked_fill(~x.mask, math.inf).flatten(), nothing]).amin()
+            metrics[f"{name}_max"] = torch.cat([values.masked_fill(~x.mask, -math.inf).flatten(), -nothing]).amax()
         return metrics
 
     def _mismatch_metrics(self, x: _Inputs, toks: Tensor | float) -> dict[str, Tensor]:

@@ -236,7 +236,7 @@ def _as_list(values: Any, what: str) -> list[Any]:
         values = values.detach().cpu()
     if hasattr(values, "tolist"):  # a tensor, or an array of NumPy
         values = values.tolist()
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes, set, frozenset)) or not isinstance(values, Iterable):
         raise TypeError(
             f"{what[0].upper()}{what[1:]} returned {type(values).__name__}: a list of numbers (None where it does not "
             "apply), a dict of component name to such lists, or a list of dicts is needed."
@@ -262,6 +262,8 @@ def _reward(value: Any, what: str) -> float:
         if isinstance(value, (str, bytes)):
             raise TypeError
         reward = float(value)
+    except OverflowError:
+        reward = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what[0].upper()}{what[1:]} holds {value!r}: a reward must be a number or None.") from None
     if math.isinf(reward):

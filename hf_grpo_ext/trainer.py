@@ -121,6 +121,7 @@ class GRPOExtTrainer(GRPOTrainer):
             raise TypeError(
                 f"args is a {type(args).__name__}: GRPOExtTrainer needs a GRPOExtConfig, which takes the same fields."
             )
+        args.check_unchanged()
         _check_dataset(train_dataset, args)
         if args.loss_config.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
             raise ValueError(
@@ -241,12 +242,13 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _gathered_for_advantages(self, batch: dict[str, Any], token_mask: Tensor) -> dict[str, Tensor]:
         """What the estimator reads of all processes: the mask, and the log-probabilities if the KL is in the reward."""
-        local = {"mask": token_mask}
+        # Not bool: padding would make an integer of it, on those processes alone that have something to pad.
+        local = {"mask": token_mask.long()}
         if self.args.loss_config.use_kl_in_reward:
             local["logprobs_policy"] = batch["old_per_token_logps"]
             local["logprobs_reference"] = batch["ref_per_token_logps"]
         elif not self.adv_estimator.token_level:
-            local["mask"] = token_mask.any(-1, keepdim=True)
+            local["mask"] = local["mask"].amax(-1, keepdim=True)
         return {
             key: self.accelerator.gather(self.accelerator.pad_across_processes(value.contiguous(), dim=1))
             for key, value in local.items()

@@ -243,12 +243,18 @@ def test_errors_of_the_estimators() -> None:
         AdvEstimatorConfig(minus_baseline=False)
     with pytest.raises(ValueError, match="advantage_clip_low=1 is above advantage_clip_high=0"):
         AdvEstimatorConfig(advantage_clip_low=1, advantage_clip_high=0)
+    with pytest.raises(ValueError, match="advantage_clip_low=0.5: the range must hold 0"):
+        AdvEstimatorConfig(advantage_clip_low=0.5)
+    with pytest.raises(ValueError, match="advantage_clip_high=-0.5: the range must hold 0"):
+        AdvEstimatorConfig(advantage_clip_high=-0.5)
     with pytest.raises(TypeError, match="normalize_rewards='yes' is a str"):
         AdvEstimatorConfig(normalize_rewards="yes")  # type: ignore[arg-type]
     estimator = get_advantage_estimator(AdvEstimatorConfig())
     ids = torch.zeros(3, dtype=torch.long)
     with pytest.raises(TypeError, match="it must map component names"):
         estimator.compute_advantage(ids, torch.zeros(3), torch.ones(3, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="component 'x' is a list"):
+        estimator.compute_advantage(ids, {"x": [0.0] * 3}, torch.ones(3, 1))  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="rewards holds no component"):
         estimator.compute_advantage(ids, {}, torch.ones(3, 1))
     with pytest.raises(ValueError, match=r"component 'x' has shape \[2\]"):
@@ -307,3 +313,13 @@ def test_leave_one_out_statistics_do_not_depend_on_the_row() -> None:
 def test_whitening_of_one_row_or_of_none_is_zero() -> None:
     assert whiten_rows(torch.tensor([5.0]), torch.tensor([True]), torch.tensor(0.0)).tolist() == [0.0]
     assert whiten_rows(torch.tensor([5.0, 6.0]), torch.tensor([False] * 2), torch.tensor(0.0)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
+def test_rewards_whose_variance_does_not_fit_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match="component 'a', times its weight, reaches .* scale it down"):
+        advantages(name, {"a": [value, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32)
+    weights = {"reward_weights": {"b": 1e30}}
+    with pytest.raises(ValueError, match="component 'b', times its weight"):
+        advantages(name, {"a": [0, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32, extras=weights)

@@ -295,3 +295,40 @@ def test_it_travels() -> None:
     assert pickle.loads(pickle.dumps(c)).loss_fn == c.loss_fn  # training_args.bin
     assert json.loads(c.to_json_string())["loss_fn"]["ratio_clip_max"] == 4e-4
     assert c.to_sanitized_dict()["adv_estimator"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("beta", 0.5), ("loss_type", "cispo"), ("num_iterations", 4), ("loss_fn", "gspo"), ("advantage_clip_high", 0.5)],
+)
+def test_a_field_that_is_assigned_too_late_is_refused(name: str, value: Any) -> None:
+    c = config()
+    c.check_unchanged()
+    setattr(c, name, value)
+    with pytest.raises(ValueError, match=f"{name} was set to {value!r} after the configuration was made"):
+        c.check_unchanged()
+
+
+@pytest.mark.parametrize("weights", [[float("nan")], {"a": float("inf")}, {"a": "x"}, {"a": None}, ["{a: 1}"]])
+def test_weights_are_finite_numbers(weights: Any) -> None:
+    with pytest.raises(ValueError, match="reward_weights="):
+        config(reward_weights=weights)
+
+
+def test_json_that_is_none_names_its_field() -> None:
+    with pytest.raises(ValueError, match=r"loss_fn='{ratio_clip_max:0.28}' is no JSON object.*double quotes"):
+        config(loss_fn="{ratio_clip_max:0.28}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss_type": "cispo", "loss_fn": "dapo"},
+        {"loss_type": "cispo", "loss_fn": "ppo"},
+        {"importance_sampling_level": "sequence", "loss_fn": "grpo"},
+        {"loss_type": "grpo", "loss_fn": "dapo"},
+    ],
+)
+def test_what_a_preset_is_cannot_be_undone_by_a_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="They are the same setting: name one of them"):
+        config(**fields)

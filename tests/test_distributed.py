@@ -53,8 +53,9 @@ def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, 
     [
         {"adv_estimator": "gdpo", "loss_type": "dapo", "gradient_accumulation_steps": 2},
         {"adv_estimator": "reinforce_plus_plus", "loss_type": "grpo", "beta": 0.1, "num_iterations": 2},
+        {"loss_fn": {"use_kl_in_reward": True}, "beta": 0.1},
     ],
-    ids=["gdpo", "reinforce_plus_plus"],
+    ids=["gdpo", "reinforce_plus_plus", "grpo with the KL in the reward"],
 )
 def test_two_processes_train_to_the_weights_of_one(tmp_path: Path, fields: dict[str, Any]) -> None:
     model = save_tiny_model(tmp_path / "model")

@@ -46,6 +46,15 @@ def test_a_loss_of_ones_own_has_none() -> None:
         ),
         ({"adv_estimator": "gdpo"}, "A = whiten(sum_k w_k A_k)"),
         ({"adv_estimator": "reinforce_plus_plus"}, "over all tokens"),
+        ({"entropy_coef": 0.1}, "entropy bonus, weight 0.1"),
+        ({"top_entropy_quantile": 0.2}, "on the 20% tokens of highest entropy"),
+        ({"mask_truncated_completions": True}, "truncated completions are left out"),
+        ({"reward_weights": {"a": 2.0}}, "reward weights {'a': 2.0}"),
+        ({"beta": 0.1, "loss_fn": {"use_kl_in_reward": True}}, "r <- r - sum over tokens of 0.1 * k3(prev, ref)"),
+        (
+            {"beta": 0.1, "loss_fn": {"use_kl_in_reward": True}, "adv_estimator": "reinforce_plus_plus"},
+            "A <- A - 0.1 * k3(prev, ref), at each token",
+        ),
         ({"advantage_clip_high": 5.0}, "A <- clamp(A, None, 5.0)"),
         ({"beta": 0.1}, "reference_policy_kl_penalty = 0.1  (TRL's beta)"),
         ({"loss_fn": {"ratio_clip_c": 2.0}}, "ratio_clip_c = 2.0  (named)"),
@@ -65,6 +74,7 @@ CORRECTED = {"use_importance_sampling_correction": True}
     [
         ({"loss_fn": {"name": "gspo", "ratio_clip_max": 0.2}}, "Sequence ratios with a clip of 0.2"),
         ({"loss_fn": {"use_cispo": True}}, "CISPO with a cap of 1.2"),
+        ({"loss_fn": "rloo", "num_iterations": 4}, "nothing corrects for the policy"),
         ({"num_generations": 2}, "Leave-one-out with two generations"),
         ({"loss_fn": CORRECTED, "top_p": 0.9}, "renormalises its log-probabilities"),
         ({"loss_fn": CORRECTED, "top_k": 20}, "renormalises its log-probabilities"),

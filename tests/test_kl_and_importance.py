@@ -96,3 +96,13 @@ def test_seq_mask_tis_keeps_or_drops_whole_rows() -> None:
 def test_an_unknown_truncation() -> None:
     with pytest.raises(ValueError, match="type 'mis' is not known: it must be one of tis, icepop, seq-mask-tis"):
         truncate_weights(torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kind="mis", low=0.5, high=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_an_input_clamp_the_exponential_stays_finite(dtype: torch.dtype) -> None:
+    lp = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    weight = torch.exp(lp - lp.detach())
+    value = kl_penalty(1e4 - lp, "k3", weight=weight, input_clamp=None, output_clamp=10.0)
+    value.backward()
+    assert value.item() == 10.0
+    assert lp.grad.item() == 0.0

@@ -407,3 +407,13 @@ def test_a_token_that_the_engine_could_not_score() -> None:
     assert grad.tolist() == [[0.0, pytest.approx(-math.exp(0.5) / 2)]]
     assert metrics["token_mult_prob_error"].item() == pytest.approx((1 + math.exp(0.5)) / 2)
     assert all(value.isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+@every_config
+def test_an_empty_micro_batch(knobs: dict[str, Any], shape: tuple[int, int]) -> None:
+    full = torch.zeros(shape, dtype=torch.float64)
+    keys = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
+    loss, grad, _ = run(dict.fromkeys(keys, full) | {"sample_mask": torch.ones(shape[0])}, (5, 2), **knobs)
+    assert loss.item() == 0
+    assert grad.shape == shape

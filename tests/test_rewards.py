@@ -72,6 +72,8 @@ def test_a_sample_without_a_dict_has_no_component() -> None:
         ({1: [0, 0]}, TypeError, "named a component 1"),
         (["good", 1.0], TypeError, "holds 'good': a reward must be a number or None"),
         ([math.inf, 0], ValueError, "holds inf: a reward must be finite"),
+        ([10**400, 0], ValueError, "holds inf: a reward must be finite"),
+        ({1.0, 2.0}, TypeError, "The reward function 'f' returned set"),
         (1.0, TypeError, "The reward function 'f' returned float"),
         (None, TypeError, "The reward function 'f' returned NoneType"),
         ("no", TypeError, "The reward function 'f' returned str"),

@@ -33,7 +33,9 @@ class Trainer(GRPOExtTrainer):
         for row, ids in enumerate(prompt_ids):
             digest = hashlib.sha256(f"{ids}/{(first + row) % self.num_generations}".encode()).digest()
             letters = len(self.processing_class) - len(SPECIAL)
-            out.append([len(SPECIAL) + digest[1 + t] % letters for t in range(1 + digest[0] % 6)] + [1])
+            # Prompts differ in their longest completion, and so do the processes.
+            longest = 1 + hashlib.sha256(str(ids).encode()).digest()[0] % 8
+            out.append([len(SPECIAL) + digest[1 + t] % letters for t in range(1 + digest[0] % longest)] + [1])
         return out, None
 
 
