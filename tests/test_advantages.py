@@ -11,7 +11,7 @@ from helpers import advantages
 from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, get_advantage_estimator
-from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows
+from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows, whiten_tokens
 from hf_grpo_ext.grouping import group_baseline_and_std, group_has_signal, group_rows
 
 TOKENS = 5
@@ -323,3 +323,14 @@ def test_rewards_whose_variance_does_not_fit_are_refused(name: str, value: float
     weights = {"reward_weights": {"b": 1e30}}
     with pytest.raises(ValueError, match="component 'b', times its weight"):
         advantages(name, {"a": [0, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32, extras=weights)
+
+
+def test_tokens_that_are_all_equal_are_whitened_to_exactly_zero() -> None:
+    # The mean of many float32 copies of 0.7 is not 0.7, and 1e-8 times rsqrt(1e-8) would be 1e-4.
+    for count in (3, 7, 60, 1000):
+        values = torch.full((count, 5), 0.7)
+        assert whiten_tokens(values, torch.ones(count, 5, dtype=torch.bool)).abs().max() == 0
+    a = compute(
+        {"name": "reinforce_plus_plus", "minus_baseline": False}, {"a": [0.7] * len(GROUPS)}, dtype=torch.float32
+    )
+    assert a.abs().max() == 0
