@@ -315,11 +315,12 @@ def test_whitening_of_one_row_or_of_none_is_zero() -> None:
     assert whiten_rows(torch.tensor([5.0, 6.0]), torch.tensor([False] * 2), torch.tensor(0.0)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e30, 1e17])
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
 def test_rewards_whose_variance_does_not_fit_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match="component 'a', times its weight, reaches .* scale it down"):
         advantages(name, {"a": [value, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32)
+    assert advantages(name, {"a": [1e15, 1, 2, 3], "b": [0] * 4}, dtype=torch.float32).isfinite().all()
     weights = {"reward_weights": {"b": 1e30}}
     with pytest.raises(ValueError, match="component 'b', times its weight"):
         advantages(name, {"a": [0, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32, extras=weights)
