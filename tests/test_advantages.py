@@ -335,3 +335,10 @@ def test_tokens_that_are_all_equal_are_whitened_to_exactly_zero() -> None:
         {"name": "reinforce_plus_plus", "minus_baseline": False}, {"a": [0.7] * len(GROUPS)}, dtype=torch.float32
     )
     assert a.abs().max() == 0
+
+
+@every_variant
+def test_advantages_carry_no_gradient(config: dict[str, Any]) -> None:
+    columns = {name: torch.tensor(column, requires_grad=True) for name, column in rewards().items()}
+    estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
+    assert not estimator.compute_advantage(torch.tensor(GROUPS), columns, mask()).requires_grad
