@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trl import GRPOConfig
 
@@ -104,8 +104,6 @@ class GRPOExtConfig(GRPOConfig):
         ('gdpo', 0.28, 0.28, 'normalize_then_sum')
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "adv_estimator", "loss_fn"]
-
     # The command line takes a field of several types as text, so `str` stands second in these unions.
     adv_estimator: dict[str, Any] | str | AdvEstimatorConfig | None = field(
         default=None,
@@ -137,6 +135,7 @@ class GRPOExtConfig(GRPOConfig):
 
     # Where each value of the two blocks came from: "named", "preset 'dapo'", "TRL's beta". For `explain`.
     sources: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # The fields that the objective was made of, as they were then. For `check_unchanged`.
     resolved: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     nemo_rl_config: str | None = field(
         default=None,
@@ -224,26 +223,22 @@ def _read_json(name: str, value: Any) -> Any:
 
 
 def _read_reward_weights(weights: Any) -> list[float] | dict[str, float] | None:
-    if isinstance(weights, str):
-        weights = [weights]
-    if isinstance(weights, list) and len(weights) == 1:
-        weights = _read_json("reward_weights", weights[0]) if isinstance(weights[0], str) else weights
-        weights = [weights] if isinstance(weights, str) else weights
     if weights is None:
         return None
+    text = weights[0] if isinstance(weights, list) and len(weights) == 1 else weights
+    if isinstance(text, str):
+        content = _read_json("reward_weights", text)
+        weights = content if isinstance(content, Mapping) else [text]
     try:
-        if isinstance(weights, Mapping):
-            read: Any = {name: float(weight) for name, weight in weights.items()}
-        else:
-            read = [float(weight) for weight in weights]
-        if not all(math.isfinite(weight) for weight in (read.values() if isinstance(read, dict) else read)):
+        numbers = [float(weight) for weight in (weights.values() if isinstance(weights, Mapping) else weights)]
+        if not all(map(math.isfinite, numbers)):
             raise ValueError
     except (TypeError, ValueError):
         raise ValueError(
             f"reward_weights={weights!r}: give one finite number for each reward function, or a dict (on the command "
             "line a JSON object) of such numbers by component name."
         ) from None
-    return read  # type: ignore[no-any-return]  # a list or a dict, as it came
+    return dict(zip(weights, numbers, strict=True)) if isinstance(weights, Mapping) else numbers
 
 
 def _refuse_fields(args: GRPOExtConfig) -> None:
@@ -278,10 +273,12 @@ def _refuse_fields(args: GRPOExtConfig) -> None:
         )
 
 
-def _as_block(value: Any, kind: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """A name, a dict or `None` as a dict of named knobs (JSON strings are dicts by now)."""
+def _as_block(value: Any, kind: str, names: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """A name, a dict, a config object or `None` as a dict of named knobs (JSON strings are dicts by now)."""
     if value is None:
         return {}
+    if isinstance(value, config_class):
+        return dataclasses.asdict(cast(Any, value))
     if isinstance(value, str):
         if value.lstrip().startswith("["):
             raise TypeError(f"{kind}={value!r} is a JSON list: give an object of knobs, or a name.")
@@ -314,10 +311,7 @@ def _both_numbers(a: Any, b: Any) -> bool:
 
 
 def _resolve_adv_estimator(args: GRPOExtConfig) -> AdvEstimatorConfig:
-    given = args.adv_estimator
-    named = dataclasses.asdict(given) if isinstance(given, AdvEstimatorConfig) else None
-    if named is None:
-        named = _as_block(given, "adv_estimator", ADVANTAGE_ESTIMATORS)
+    named = _as_block(args.adv_estimator, "adv_estimator", ADVANTAGE_ESTIMATORS, AdvEstimatorConfig)
     normalize_then_sum = args.multi_objective_aggregation == "normalize_then_sum"
     knobs = {"name": "gdpo" if normalize_then_sum else "grpo", **named}
     if knobs["name"] != "reinforce_plus_plus":
@@ -399,10 +393,7 @@ def _trl_fields_of_loss(config: ClippedPGLossConfig, loss_type: str) -> dict[str
 
 
 def _resolve_loss(args: GRPOExtConfig) -> ClippedPGLossConfig:
-    given = args.loss_fn
-    named = dataclasses.asdict(given) if isinstance(given, ClippedPGLossConfig) else None
-    if named is None:
-        named = _as_block(given, "loss_fn", PRESETS)
+    named = _as_block(args.loss_fn, "loss_fn", PRESETS, ClippedPGLossConfig)
     method = named.pop("name", None)
     preset = STRUCTURE | PRESETS[method] if method else {}
     use_cispo = {**preset, **named}.get("use_cispo", args.loss_type == "cispo")

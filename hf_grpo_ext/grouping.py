@@ -21,6 +21,21 @@ def group_rows(group_ids: Tensor) -> Tensor:
     return rows
 
 
+def _members(values: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(rows, values of the rows, whether each votes)`, each `[P, G]`; padding and NaN do not vote."""
+    rows = group_rows(group_ids)
+    members = values[rows.clamp(min=0)]
+    return rows, members, (rows >= 0) & ~members.isnan()
+
+
+def _by_row(grouped: Tensor, rows: Tensor) -> Tensor:
+    """From the layout of the groups back to the rows: `[P, G] -> [N]`."""
+    inside = rows >= 0
+    out = grouped.new_empty(int(inside.sum()))
+    out[rows[inside]] = grouped[inside]
+    return out
+
+
 def group_baseline_and_std(
     values: Tensor, group_ids: Tensor, *, leave_one_out: bool, resolution: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -55,9 +70,7 @@ def group_baseline_and_std(
         >>> b.tolist(), s[0].item()
         ([0.0, 0.5, 0.5], 0.0)
     """
-    rows = group_rows(group_ids)
-    members = values[rows.clamp(min=0)]  # [P, G]
-    votes = (rows >= 0) & ~members.isnan()
+    rows, members, votes = _members(values, group_ids)
     size = rows.shape[1]
     # voters[p, i, j]: does row j of group p vote for row i?
     voters = votes[:, None, :].expand(-1, size, -1)
@@ -76,11 +89,7 @@ def group_baseline_and_std(
     variance = deviation.square().sum(-1) / (count - 1).clamp(min=1)
     std = torch.where(varies, variance.sqrt(), torch.zeros_like(variance))
 
-    inside = rows >= 0
-    out_baseline, out_std = torch.empty_like(values), torch.empty_like(values)
-    out_baseline[rows[inside]] = baseline[inside]
-    out_std[rows[inside]] = std[inside]
-    return out_baseline, out_std
+    return _by_row(baseline, rows), _by_row(std, rows)
 
 
 def _group_resolution(values: Tensor, rows: Tensor, votes: Tensor, resolution: Tensor | None) -> Tensor:
@@ -97,12 +106,7 @@ def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | Non
         >>> group_has_signal(torch.tensor([0.45, 0.45, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])).tolist()
         [False, False, True, True]
     """
-    rows = group_rows(group_ids)
-    members = values[rows.clamp(min=0)]
-    votes = (rows >= 0) & ~members.isnan()
+    rows, members, votes = _members(values, group_ids)
     spread = members.masked_fill(~votes, -torch.inf).amax(-1) - members.masked_fill(~votes, torch.inf).amin(-1)
     varies = spread > _group_resolution(values, rows, votes, resolution)
-    out = torch.empty_like(values, dtype=torch.bool)
-    inside = rows >= 0
-    out[rows[inside]] = varies[:, None].expand_as(rows)[inside]
-    return out
+    return _by_row(varies[:, None].expand_as(rows), rows)

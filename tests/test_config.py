@@ -207,6 +207,13 @@ def test_blocks_of_the_wrong_type(value: Any) -> None:
             config(**{block: value})
 
 
+def test_the_config_object_of_the_other_block() -> None:
+    with pytest.raises(TypeError, match="loss_fn is a AdvEstimatorConfig"):
+        config(loss_fn=AdvEstimatorConfig())
+    with pytest.raises(TypeError, match="adv_estimator is a ClippedPGLossConfig"):
+        config(adv_estimator=ClippedPGLossConfig())
+
+
 def test_bnpo_says_what_it_does_instead() -> None:
     with pytest.warns(UserWarning, match="the tokens of the whole optimizer step"):
         assert config(loss_type="bnpo").loss_type == "bnpo"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ForcedCompletions, prompts, save_tiny_model
+from tiny import THREE_SGD_STEPS, ForcedCompletions, prompts, save_tiny_model
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -42,23 +42,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def weight_change(trainer_class: Any, config_class: Any, model: str, **fields: Any) -> torch.Tensor:
     arguments = {
+        **THREE_SGD_STEPS,
         "output_dir": tempfile.mkdtemp(),
-        "use_cpu": True,
-        "bf16": False,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "optim": "sgd",
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
         "scale_rewards": "none",
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
         "logging_strategy": "no",
     }
     with warnings.catch_warnings():

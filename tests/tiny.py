@@ -18,6 +18,23 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 
+# Fields of a run whose weights two trainers, or two layouts, are compared by.
+THREE_SGD_STEPS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 3,
+    "optim": "sgd",
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tiny import SPECIAL, prompts  # the path comes first
+from tiny import SPECIAL, THREE_SGD_STEPS, prompts  # the path comes first
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
@@ -53,23 +53,7 @@ def late(completions: list[str], prompts: list[str], **_: Any) -> list[dict[str,
 
 def main() -> None:
     model, out, fields = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    arguments = {
-        "output_dir": tempfile.mkdtemp(),
-        "use_cpu": True,
-        "bf16": False,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "optim": "sgd",
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
+    arguments = {**THREE_SGD_STEPS, "output_dir": tempfile.mkdtemp(), "logging_steps": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(model, [reward, late], GRPOExtConfig(**(arguments | fields)), prompts(64))
