@@ -90,6 +90,11 @@ class GRPOExtConfig(GRPOConfig):
             that the other keys change), the same as a JSON string, or a `ClippedPGLossConfig`.
         advantage_clip_low: lower clamp of the advantages, the last step of every estimator.
         advantage_clip_high: upper clamp.
+        shared_prompt_forward: "auto", `True` or `False`: compute a prompt once for all of its completions in a
+            micro-batch, and no padding. The log-probabilities and the gradient are the same up to rounding. "auto" does
+            it where the model can and it pays; `True` is an error where the model cannot.
+        skip_rows_without_signal: do not compute rows whose advantage is exactly 0 where the loss has no term that needs
+            them. The gradient is the same; the metrics of the loss are averaged over the rows that are computed.
         nemo_rl_config: a NeMo-RL YAML file; its blocks become the fields that are not set otherwise.
         reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
             component name (1 for a component that it does not name), also as a JSON string.
@@ -122,6 +127,21 @@ class GRPOExtConfig(GRPOConfig):
     advantage_clip_low: float | None = field(default=None, metadata={"help": "Lower clamp of the advantages."})
     advantage_clip_high: float | None = field(default=None, metadata={"help": "Upper clamp of the advantages."})
     if TYPE_CHECKING:
+        shared_prompt_forward: bool | str = "auto"
+    else:
+        # `str`, because the command line reads a field that may be a bool as one.
+        shared_prompt_forward: str = field(
+            default="auto",
+            metadata={
+                "help": "Compute a prompt once for all of its completions in a micro-batch: 'auto' (where the model "
+                "can and it pays), 'true' (an error where the model cannot) or 'false'."
+            },
+        )
+    skip_rows_without_signal: bool = field(
+        default=True,
+        metadata={"help": "Do not compute rows whose advantage is exactly 0 where no term of the loss needs them."},
+    )
+    if TYPE_CHECKING:
         reward_weights: list[float] | dict[str, float] | None = None
     else:
         # `list[str]`, so that the command line takes both `1.0 0.5` and a JSON object.
@@ -152,6 +172,7 @@ class GRPOExtConfig(GRPOConfig):
         self.loss_fn = _read_json("loss_fn", self.loss_fn)
         super().__post_init__()
         self.reward_weights = _read_reward_weights(self.reward_weights)
+        self.shared_prompt_forward = _read_shared_prompt_forward(self.shared_prompt_forward)
         self.sources = {}
         _refuse_fields(self)
         self.adv_estimator = _resolve_adv_estimator(self)
@@ -195,6 +216,14 @@ class GRPOExtConfig(GRPOConfig):
         for name in ("adv_estimator", "loss_fn"):
             plain[name] = dataclasses.asdict(plain[name])
         return plain
+
+
+def _read_shared_prompt_forward(value: Any) -> bool | str:
+    known: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+    text = str(value).lower()
+    if text not in known:
+        raise ValueError(f"shared_prompt_forward={value!r}: it must be 'auto', True or False.")
+    return known[text]
 
 
 def _take_nemo_rl(args: GRPOExtConfig) -> None:

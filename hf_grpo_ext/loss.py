@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -113,6 +114,8 @@ class ClippedPGLossFn:
         *,
         global_valid_toks: Tensor | float,
         global_valid_seqs: Tensor | float,
+        metric_valid_toks: Tensor | float | None = None,
+        metric_valid_seqs: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes the share of this micro-batch in the loss of the optimizer step.
 
@@ -125,6 +128,9 @@ class ClippedPGLossFn:
                 further weights of the policy term (an entropy mask, a correction made elsewhere).
             global_valid_toks: number of valid tokens of the whole optimizer step, over all processes.
             global_valid_seqs: number of valid rows of the whole optimizer step, over all processes.
+            metric_valid_toks: number of valid tokens that the metrics are averaged over, where rows that add nothing to
+                the loss were left out; by default `global_valid_toks`.
+            metric_valid_seqs: the same of rows.
 
         Returns:
             `(loss, metrics)`: a scalar attached to the graph even when nothing is valid, and detached scalars whose
@@ -135,6 +141,8 @@ class ClippedPGLossFn:
         """
         config = self.config
         x = self._inputs(logprobs, batch)
+        toks = global_valid_toks if metric_valid_toks is None else metric_valid_toks
+        seqs = global_valid_seqs if metric_valid_seqs is None else metric_valid_seqs
 
         def mean(values: Tensor) -> Tensor:
             if config.token_level_loss:
@@ -156,19 +164,19 @@ class ClippedPGLossFn:
         loss = loss + config.reference_policy_kl_penalty * kl
 
         with torch.no_grad():
-            metrics = self._ratio_metrics(x, used_ratio, clipped_ratio, global_valid_toks)
-            metrics |= self._mismatch_metrics(x, global_valid_toks)
+            metrics = self._ratio_metrics(x, used_ratio, clipped_ratio, toks)
+            metrics |= self._mismatch_metrics(x, toks)
             metrics["kl_penalty"] = kl.detach()  # averaged as the loss is
-            metrics["kl"] = masked_mean(token_kl, x.mask, global_valid_toks)
+            metrics["kl"] = masked_mean(token_kl, x.mask, toks)
             if config.sequence_level_importance_ratios:
-                mean_weight = masked_mean(weights.squeeze(-1), x.sample_mask, global_valid_seqs)
+                mean_weight = masked_mean(weights.squeeze(-1), x.sample_mask, seqs)
             else:
-                mean_weight = masked_mean(weights, x.mask, global_valid_toks)
+                mean_weight = masked_mean(weights, x.mask, toks)
             metrics["sampling_importance_ratio"] = mean_weight
             if config.truncated_importance_sampling_type == "seq-mask-tis":
-                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.squeeze(-1), x.sample_mask, global_valid_seqs)
+                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.squeeze(-1), x.sample_mask, seqs)
             elif config.truncated_importance_sampling_type is not None:
-                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.expand_as(x.mask), x.mask, global_valid_toks)
+                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.expand_as(x.mask), x.mask, toks)
             metrics["num_valid_samples"] = x.sample_mask.sum()
         return loss, metrics
 
@@ -177,10 +185,7 @@ class ClippedPGLossFn:
         config = self.config
         if config.disable_ppo_ratio:
             return -x.advantages * x.logprobs, x.logprobs, x.logprobs
-        if config.force_on_policy_ratio:
-            clipped = ratio
-        else:
-            clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+        clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
         if config.use_cispo:
             return -clipped.detach() * x.advantages * x.logprobs, ratio, clipped
         loss = torch.maximum(-x.advantages * ratio, -x.advantages * clipped)
@@ -216,10 +221,8 @@ class ClippedPGLossFn:
             weight = torch.exp(x.logprobs - x.logprobs.detach())
         else:
             weight = None
-        if x.reference is None:  # `_check_batch` has seen to it
-            raise ValueError("batch has no 'reference_policy_logprobs', which the KL term needs.")
         return kl_penalty(
-            x.reference - x.logprobs,
+            cast(Tensor, x.reference) - x.logprobs,  # `_check_batch` has seen that it is there
             config.reference_policy_kl_type,
             weight=weight,
             input_clamp=config.kl_input_clamp_value,
@@ -229,7 +232,7 @@ class ClippedPGLossFn:
     def _ratio_metrics(self, x: _Inputs, ratio: Tensor, clipped: Tensor, toks: Tensor | float) -> dict[str, Tensor]:
         config = self.config
         below, above = ratio < 1 - config.ratio_clip_min, ratio > 1 + config.ratio_clip_max
-        if config.disable_ppo_ratio or config.force_on_policy_ratio:
+        if config.disable_ppo_ratio:
             below, above = torch.zeros_like(below), torch.zeros_like(above)
         elif not config.use_cispo:
             # The clip bites where it stops the gradient; CISPO's cuts the weight whatever the advantage.

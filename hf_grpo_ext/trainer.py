@@ -6,7 +6,9 @@ The seams, and what each one changes:
 | --- | --- |
 | `_calculate_rewards` | the parent's, then the table of components instead of one column a function |
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
-| `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step, with the counts of its tokens |
+| `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
+| `_get_per_token_logps_and_entropies` | each prompt computed once for its completions, or the parent's |
+| `_generate_single_turn` | the parent's, with each prompt prefilled once |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
@@ -16,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor, nn
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
@@ -31,7 +34,9 @@ from .entropy import adapted_entropy_coef
 from .explain import explain
 from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
-from .micro_batches import constant_length_scale, loss_token_mask, valid_counts
+from .micro_batches import constant_length_scale, loss_token_mask, plan_micro_batches, valid_counts
+from .packing import PackedRows, pack_rows
+from .prefill import prefill_once
 from .reductions import masked_mean, masked_sum
 from .rewards import (
     COMPONENT_PREFIX,
@@ -41,6 +46,9 @@ from .rewards import (
     component_weights,
     weighted_sum,
 )
+from .shared_prompt import draws_dropout, packed_log_probs, prepare_model, same_in_both_layouts, why_not_packed
+
+logger = logging.get_logger(__name__)
 
 SEAMS = (
     "_calculate_rewards",
@@ -48,6 +56,7 @@ SEAMS = (
     "_prepare_inputs",
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
+    "_generate_single_turn",
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "training_step",
@@ -66,6 +75,12 @@ MODEL_INPUTS = (
     "mm_token_type_ids",
     "image_position_ids",
 )
+
+# How many tokens and rows the loss of an optimizer step is divided by, and how many its metrics are averaged over.
+COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric_valid_seqs")
+
+# Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
+WORTH_PACKING = 0.95
 
 # Our metrics under the names that TRL's users have on their dashboards.
 TRL_METRIC_NAMES = {
@@ -151,11 +166,17 @@ class GRPOExtTrainer(GRPOTrainer):
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
         self._metric_window = MetricWindow()
+        self._draws_dropout = draws_dropout(self.model)
+        self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
+        if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
+            raise ValueError(
+                f"shared_prompt_forward=True, but {reason}: a prompt cannot be computed once for all its completions. "
+                "Use shared_prompt_forward='auto', which computes every row on its own where it must."
+            )
 
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
-        dropouts = [module.p for module in self.model.modules() if isinstance(module, nn.Dropout)]
-        return explain(self.args, has_dropout=any(dropouts))
+        return explain(self.args, has_dropout=self._draws_dropout)
 
     # Rewards
 
@@ -295,11 +316,114 @@ class GRPOExtTrainer(GRPOTrainer):
                 window.append(super()._prepare_inputs(batch))
         finally:
             self._step = first
-        return self._with_denominators(window)
+        return self._with_denominators(self._planned(window), window)
 
-    def _with_denominators(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        toks, seqs = self.accelerator.reduce(valid_counts(batches), reduction="sum").unbind()
-        return [{**batch, "global_valid_toks": toks, "global_valid_seqs": seqs} for batch in batches]
+    def _planned(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same rows, less those without signal, so that the micro-batches cost little; or the window as it is."""
+        # Images do not lie by rows; a quantile of entropies and a router loss belong to the micro-batch.
+        moves = len({frozenset(batch) for batch in window}) == 1 and not set(MODEL_INPUTS) & set(window[0])
+        if not moves or self.top_entropy_quantile < 1 or self.aux_loss_enabled:
+            return window
+        needs_all = self.args.loss_config.has_kl_term or self._entropy_bonus_enabled
+        return plan_micro_batches(
+            window,
+            skip_silent_rows=self.args.skip_rows_without_signal and not needs_all,
+            share_prompts=self._can_pack(self.model),
+            multiple_of=self.pad_to_multiple_of,
+        )
+
+    def _with_denominators(
+        self, batches: list[dict[str, Any]], window: list[dict[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Counts of the whole step on all processes: of its rows, and of those that are left to compute."""
+        local = torch.cat([valid_counts(window or batches), valid_counts(batches)])
+        counts = dict(zip(COUNTS, self.accelerator.reduce(local, reduction="sum").unbind(), strict=True))
+        return [{**batch, **counts} for batch in batches]
+
+    # The forward
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with prefill_once(self._base_model(self.model)):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **model_inputs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def of_parent(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            result: tuple[Tensor, Tensor | None, Tensor | None]
+            result = super(GRPOExtTrainer, self)._get_per_token_logps_and_entropies(
+                model, ids, mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **model_inputs
+            )
+            return result
+
+        has_images = any(value is not None for value in model_inputs.values())
+        if has_images or compute_aux_loss or not self._can_pack(model):
+            return of_parent(input_ids, attention_mask)
+        size = batch_size or len(input_ids)
+        logps: list[Tensor] = []
+        entropies: list[Any] = []
+        for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True):
+            packed = self._layout(ids, mask, logits_to_keep)
+            if packed is None:
+                values, entropy, _ = of_parent(ids, mask)
+            else:
+                with self.accelerator.autocast():
+                    values, entropy = packed_log_probs(model, packed)
+            logps.append(values)
+            entropies.append(entropy)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _layout(self, ids: Tensor, mask: Tensor, completion_length: int) -> PackedRows | None:
+        packed = pack_rows(ids, mask, completion_length)
+        if packed is None or self.args.shared_prompt_forward is True:
+            return packed
+        # The attention of a packed row looks at fewer pairs as well, so the tokens decide.
+        return packed if packed.input_ids.numel() <= WORTH_PACKING * ids.numel() else None
+
+    def _can_pack(self, model: nn.Module) -> bool:
+        """Whether the forward of this model takes packed rows; checked once, by all processes together."""
+        if self.args.shared_prompt_forward is False or (self._draws_dropout and self.model.training):
+            return False
+        base = self._base_model(model)
+        if id(base) not in self._packs:
+            reason = self._why_not_packed(base)
+            if reason is None:
+                prepare_model(base)
+                half = self.accelerator.mixed_precision != "no" or base.dtype != torch.float32
+                with torch.no_grad(), self.accelerator.autocast():
+                    same = same_in_both_layouts(model, tolerance=0.25 if half else 1e-3, device=self.accelerator.device)
+                if not all(gather_object([same])):
+                    reason = f"{type(base).__name__} computes other log-probabilities when the prompt is shared"
+            if reason is not None:
+                logger.info("%s: every row is computed on its own.", reason)
+            self._packs[id(base)] = reason is None
+        return self._packs[id(base)]
+
+    def _base_model(self, model: nn.Module) -> Any:
+        base = self.accelerator.unwrap_model(model)
+        return base.get_base_model() if is_peft_model(base) else base
+
+    def _why_not_packed(self, base: nn.Module) -> str | None:
+        if self.pad_to_multiple_of is not None:
+            return f"pad_to_multiple_of is {self.pad_to_multiple_of}"
+        if self.args.torch_compile:
+            return "torch_compile is on"
+        if self._draws_dropout and self.args.shared_prompt_forward is True:
+            return "the model has dropout (disable_dropout=True removes it)"
+        if self.aux_loss_enabled:
+            return "the model has a router loss, which counts every token of every row"
+        adapters = getattr(self.model, "peft_config", {}).values()
+        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
+            return "the adapter adds tokens to the prompt"
+        return why_not_packed(base)
 
     # The loss
 
@@ -307,7 +431,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self, model: nn.Module, batch: dict[str, Any], batch_size: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the completion tokens, `[B, T]`, and the router loss of a MoE model."""
-        result: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
+        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -317,7 +441,7 @@ class GRPOExtTrainer(GRPOTrainer):
             compute_aux_loss=self.aux_loss_enabled,
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
-        return result
+        return logprobs, cast(Tensor, entropies), aux_loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         logprobs, entropies, aux_loss = self._forward(model, inputs)
@@ -337,7 +461,7 @@ class GRPOExtTrainer(GRPOTrainer):
         batch["policy_weights"] = self._policy_weights(inputs, batch, logprobs, active)
         toks, seqs = inputs["global_valid_toks"], inputs["global_valid_seqs"]
         loss: Tensor
-        loss, metrics = self.loss_fn(logprobs, batch, global_valid_toks=toks, global_valid_seqs=seqs)
+        loss, metrics = self.loss_fn(logprobs, batch, **{name: inputs[name] for name in COUNTS})
         if self.args.loss_type == "dr_grpo":
             loss = loss * constant_length_scale(toks, seqs, self.max_completion_length)
         # Gradients are averaged over processes, and the loss is a share of a sum over them.
@@ -346,8 +470,9 @@ class GRPOExtTrainer(GRPOTrainer):
             metrics = {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
         if not self.args.loss_config.has_kl_term:
             del metrics["kl_penalty"], metrics["kl"]
-        self._metric_window.add(metrics, METRIC_REDUCTIONS)
-        loss = loss + self._regularizers(entropies, active, mask, aux_loss, toks)
+        rows = {"num_valid_samples": seqs, "frac_rows_skipped": 1 - inputs["metric_valid_seqs"] / seqs.clamp(min=1)}
+        self._metric_window.add(metrics | rows, METRIC_REDUCTIONS | dict.fromkeys(rows, "max"))
+        loss = loss + self._regularizers(entropies, active, mask, aux_loss, toks, inputs["metric_valid_toks"])
         self._flush_metrics()
         return loss
 
@@ -371,12 +496,18 @@ class GRPOExtTrainer(GRPOTrainer):
         return weights
 
     def _regularizers(
-        self, entropies: Tensor, active: Tensor, mask: Tensor, aux_loss: Tensor | None, toks: Tensor
+        self,
+        entropies: Tensor,
+        active: Tensor,
+        mask: Tensor,
+        aux_loss: Tensor | None,
+        toks: Tensor,
+        metric_toks: Tensor,
     ) -> Tensor:
         """The terms beside the policy's: minus the entropy bonus, plus the load-balancing loss of a MoE model."""
         share = 1.0 / (self.current_gradient_accumulation_steps if self.model.training else 1)
         total = torch.zeros((), device=entropies.device)
-        metrics = {"entropy": masked_mean(entropies.detach(), mask, toks)}
+        metrics = {"entropy": masked_mean(entropies.detach(), mask, metric_toks)}
         if self._entropy_bonus_enabled:
             if active is mask:
                 bonus = masked_mean(entropies, mask, toks) * self.accelerator.num_processes

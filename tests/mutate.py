@@ -7,12 +7,17 @@
 A mutant changes one operator, comparison, constant, keyword or name. Each runs in a process forked from one that has
 torch loaded, against the tests that need no trainer. It is killed if a test fails or if it takes too long.
 
-Survivors that change nothing that can be seen:
+Survivors that change nothing that can be seen, or a bound that nothing depends on:
 - grouping.py, `if len(sizes) else 0` -> 1: the width of a table without rows.
 - importance.py, `exp` -> `expm1` and `zeros_like` -> `ones_like` in `finite_exp`: the same values are finite, and the
   stand-in is thrown away.
-- advantages.py, `mean.abs() <= resolution` -> `<`, and `count.clamp(min=1)` -> 2: they differ for a mean of 0 and for
-  one row or token, which whiten to 0 either way.
+- advantages.py, `abs() <= resolution` -> `<` (twice), and `count.clamp(min=1)` -> 2 (twice): they differ for a value of
+  0, and for one row or token, which are 0 either way.
+- advantages.py, the 16 of gdpo's resolution, and the 1e3, the `>` and the stand-in for NaN of the bound on rewards:
+  margins, far from any value that is used.
+- advantages.py, `zeros_like` -> `ones_like` where a masked log-ratio is not finite: the position is masked later.
+- loss.py, `detach` of what has no gradient; `advantages < 0` -> `<=`, where both arms are 0; placeholders that are
+  thrown away (no truncation, an empty batch); the private dataclass that is frozen.
 """
 
 from __future__ import annotations
@@ -59,6 +64,8 @@ NAMES = {
 def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
     """Line, description and tree of each mutant. Docstrings, annotations and error messages are left alone."""
     skipped = {id(n) for node in ast.walk(tree) if _is_prose(node) for n in ast.walk(node)}
+    returns = [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.returns]
+    skipped |= {id(n) for node in returns for n in ast.walk(node)}
     nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
     places = {id(node): index for index, node in enumerate(ast.walk(tree))}
     for node in nodes:

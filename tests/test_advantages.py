@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -342,3 +343,30 @@ def test_advantages_carry_no_gradient(config: dict[str, Any]) -> None:
     columns = {name: torch.tensor(column, requires_grad=True) for name, column in rewards().items()}
     estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
     assert not estimator.compute_advantage(torch.tensor(GROUPS), columns, mask()).requires_grad
+
+
+@pytest.mark.parametrize("given", ["logprobs_policy", "logprobs_reference"])
+def test_kl_in_the_reward_needs_both_log_probabilities(given: str) -> None:
+    with pytest.raises(ValueError, match="needs logprobs_policy and logprobs_reference"):
+        advantages("grpo", [1, 0], loss={"use_kl_in_reward": True}, extras={given: torch.zeros(2, 1)})
+
+
+def test_no_rollouts_give_advantages_of_the_right_shape() -> None:
+    """A process can be without rows; a token-level estimator keeps the token dimension."""
+    none, mask = torch.zeros(0), torch.zeros(0, TOKENS)
+    for config in VARIANTS.values():
+        estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
+        found = estimator.compute_advantage(torch.zeros(0, dtype=torch.long), {"a": none, "b": none}, mask)
+        assert found.shape == ((0, TOKENS) if config["name"] == "reinforce_plus_plus" else (0,))
+
+
+def test_equal_tokens_whiten_to_zero_beside_masked_ones() -> None:
+    """The mean of seven times 0.1 is not 0.1 in float32, and 1e-8 over the floor of the std would be 1e-4."""
+    values = torch.full((1, 9), 0.1)
+    mask = torch.tensor([[True] * 7 + [False] * 2])
+    assert whiten_tokens(values, mask)[mask].abs().max() == 0
+
+
+def test_the_config_of_an_estimator_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AdvEstimatorConfig().name = "gdpo"  # type: ignore[misc]

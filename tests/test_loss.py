@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import loss_and_grad
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_grpo_ext import PRESETS, ClippedPGLossConfig, ClippedPGLossFn
 from hf_grpo_ext.loss import ENGINE_METRICS, METRIC_REDUCTIONS
@@ -417,3 +418,62 @@ def test_an_empty_micro_batch(knobs: dict[str, Any], shape: tuple[int, int]) -> 
     loss, grad, _ = run(dict.fromkeys(keys, full) | {"sample_mask": torch.ones(shape[0])}, (5, 2), **knobs)
     assert loss.item() == 0
     assert grad.shape == shape
+
+
+def test_the_loss_takes_a_config_and_nothing_else() -> None:
+    with pytest.raises(TypeError, match="config is a dict: it must be a ClippedPGLossConfig"):
+        ClippedPGLossFn({"ratio_clip_min": 0.1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_on_the_bound_is_not_clipped(advantage: float) -> None:
+    batch = {**rollouts(), "advantages": torch.full((ROWS, 1), advantage)}
+    batch["prev_logprobs"] = batch["logprobs"]
+    _, _, metrics = run(batch, ratio_clip_min=0.0, ratio_clip_max=0.0, reference_policy_kl_penalty=0.0)
+    assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+
+
+@every_config
+def test_metrics_may_be_averaged_over_other_counts(knobs: dict[str, Any]) -> None:
+    """Where rows that add nothing to the loss are left out, the metrics are those of the rows that are there."""
+    batch = rollouts()
+    logprobs, counts = batch.pop("logprobs"), {"metric_valid_toks": 10.0, "metric_valid_seqs": 2.0}
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**knobs))
+    loss, metrics = loss_fn(logprobs, batch, global_valid_toks=40.0, global_valid_seqs=8.0, **counts)
+    expected_loss, of_all = loss_fn(logprobs, batch, global_valid_toks=40.0, global_valid_seqs=8.0)
+    assert loss == expected_loss
+    for name, value in metrics.items():
+        scale = 4 if METRIC_REDUCTIONS[name] == "sum" and name not in ("num_valid_samples", "kl_penalty") else 1
+        torch.testing.assert_close(value, scale * of_all[name], **EXACT, msg=name)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a value read, or a shape that depends on one."""
+
+    names = ("_local_scalar_dense", "nonzero", "item", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        boolean_index = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in self.names or boolean_index:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@every_config
+def test_the_loss_never_waits_for_the_device(knobs: dict[str, Any]) -> None:
+    batch = rollouts(dtype=torch.float32)
+    logprobs = batch.pop("logprobs").requires_grad_()
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**knobs))
+    with Syncs() as syncs:
+        loss, _ = loss_fn(logprobs, batch, global_valid_toks=torch.tensor(20.0), global_valid_seqs=torch.tensor(4.0))
+        loss.backward()
+    assert not syncs.seen
+    with Syncs() as syncs:  # the test would see one
+        loss.item()
+        logprobs[logprobs > 0]
+    assert len(syncs.seen) >= 2

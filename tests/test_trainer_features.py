@@ -1526,6 +1526,7 @@ def test_the_pass_that_scores_the_kl_is_as_small_as_a_training_pass(tiny_model: 
         loss_fn={"use_kl_in_reward": True},
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
+        shared_prompt_forward=False,  # a packed batch is one row
     )
     rows: list[int] = []
     trainer.model.register_forward_pre_hook(

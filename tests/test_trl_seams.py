@@ -21,6 +21,7 @@ FINGERPRINTS = {
     "_calculate_rewards": "998e876701979003",
     "_compute_loss": "a0773aa2fda0f039",
     "_generate_and_score_completions": "eb8ae2f174e2d691",
+    "_generate_single_turn": "90c129d19460f820",
     "_get_per_token_logps_and_entropies": "2e6159c321ddcea5",
     "_prepare_inputs": "5af3fd0e05863c70",
     "get_high_entropy_mask": "b25108dca83f1f0a",

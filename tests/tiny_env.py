@@ -123,6 +123,8 @@ def make_trainer(
     }
     if not stock:
         defaults["adv_estimator"] = {"use_leave_one_out_baseline": False}
+        # The hand computations read the rows of a step back from its micro-batches.
+        defaults["skip_rows_without_signal"] = False
     config = (GRPOConfig if stock else GRPOExtConfig)(**(defaults | args))
     watch = Watch()
     built = type(cls.__name__, (mixin, cls), {})(
