@@ -158,12 +158,16 @@ def whiten_tokens(values: Tensor, mask: Tensor) -> Tensor:
         >>> whiten_tokens(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])).tolist()
         [[-1.0, 1.0]]
     """
+    if not values.numel():
+        return torch.zeros_like(values)
     count = mask.sum().clamp(min=1)
-    mean = masked_sum(values, mask) / count
-    variance = masked_sum((values - mean).square(), mask) / count
-    varies = values.masked_fill(~mask, -torch.inf).amax() > values.masked_fill(~mask, torch.inf).amin()
-    whitened = (values - mean) * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
-    return torch.where(varies, whitened, torch.zeros_like(values))
+    # Masked positions take a value that counts, so that the extremes are those of the valid ones.
+    some = values.flatten()[mask.flatten().long().argmax()]
+    low, high = torch.aminmax(torch.where(mask, values, some))
+    centered = values - masked_sum(values, mask) / count
+    variance = masked_sum(centered.square(), mask) / count
+    whitened = centered * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
+    return torch.where(mask.any() & (low < high), whitened, 0)
 
 
 class AdvantageEstimator:

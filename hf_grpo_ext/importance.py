@@ -18,10 +18,12 @@ def finite_exp(log_weight: Tensor) -> Tensor:
         >>> finite_exp(torch.tensor([0.0, 1000.0, float("nan")])).tolist()
         [1.0, 0.0, 0.0]
     """
-    finite = torch.exp(log_weight).isfinite()
+    weight = torch.exp(log_weight)
+    if not log_weight.requires_grad:
+        return weight.nan_to_num(0.0, 0.0, 0.0)
     # The inner `where` keeps the infinity out of the backward pass, where 0 * inf is NaN.
-    weight = torch.exp(torch.where(finite, log_weight, torch.zeros_like(log_weight)))
-    return torch.where(finite, weight, torch.zeros_like(weight))
+    finite = weight.isfinite()
+    return torch.where(finite, torch.exp(torch.where(finite, log_weight, 0)), 0)
 
 
 def policy_log_ratio(logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor, *, sequence_level: bool) -> Tensor:
@@ -30,13 +32,12 @@ def policy_log_ratio(logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor, *, s
         token level:     log rho_it = lp_it - prev_it
         sequence level:  log rho_i  = (1 / |m_i|) sum_t m_it (lp_it - prev_it), for every t
 
-    Masked positions are set to 0 first: a padded log-ratio of 200 must not reach an `exp`. A valid one is cut off at
-    half the largest exponent of the dtype (44 in float32), where the ratio has long been clipped, so that the gradient
-    behind the clip is 0 and not `0 * inf`.
+    It is cut off at half the largest exponent of the dtype (44 in float32), where the ratio has long been clipped, so
+    that the gradient behind the clip is 0 and not `0 * inf`.
 
     Args:
-        logprobs: `lp`, `[B, T]`, nats.
-        prev_logprobs: `prev`, `[B, T]`, nats.
+        logprobs: `lp`, `[B, T]`, nats, 0 where masked: a padded log-ratio of 200 must not reach an `exp`.
+        prev_logprobs: `prev`, `[B, T]`, nats, 0 where masked.
         mask: `[B, T]`, 0/1 or bool.
         sequence_level: one ratio a row (GSPO).
 
@@ -46,7 +47,7 @@ def policy_log_ratio(logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor, *, s
     Source:
         PPO, arXiv:1707.06347; GSPO, arXiv:2507.18071.
     """
-    log_ratio = torch.where(mask.bool(), logprobs - prev_logprobs, torch.zeros_like(logprobs))
+    log_ratio = logprobs - prev_logprobs
     if sequence_level:
         log_ratio = token_mean(log_ratio, mask).expand_as(log_ratio)
     return log_ratio.clamp(max=largest_exponent(log_ratio.dtype))
@@ -101,7 +102,7 @@ def truncate_weights(
     if kind == "tis":
         return weights.clamp(low, high), out_of_bounds
     if kind in ("icepop", "seq-mask-tis"):
-        return torch.where(out_of_bounds, torch.zeros_like(weights), weights), out_of_bounds
+        return torch.where(out_of_bounds, 0, weights), out_of_bounds
     raise ValueError(
         f"Truncated importance sampling type {kind!r} is not known: it must be one of {', '.join(TRUNCATION_TYPES)}."
     )

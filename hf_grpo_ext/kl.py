@@ -43,6 +43,29 @@ def kl_estimate(log_ratio: Tensor, kl_type: str) -> Tensor:
     raise ValueError(f"KL type {kl_type!r} is not known: it must be one of {', '.join(KL_TYPES)}.")
 
 
+def js_estimate(log_ratio: Tensor, excess: Tensor) -> Tensor:
+    """Per-token estimate of the Jensen-Shannon divergence of two policies from `x = log p - log q`, in nats.
+
+        js = ( k3(log m - log p) + k3(log m - log q) ) / 2,   m = (p + q) / 2
+           = log cosh(x / 2) = log(1 + (e^|x| - 1)^2 / (4 e^|x|)) / 2
+
+    The two k3 terms add up to the second line, which keeps its digits for a small `x`.
+
+    Args:
+        log_ratio: `x`, any shape, in nats.
+        excess: `expm1(|x|)`.
+
+    Example:
+        >>> x = torch.tensor([1.0])
+        >>> round(js_estimate(x, torch.expm1(x)).item(), 4)
+        0.1201
+    """
+    # Beyond, log cosh grows by half of the ratio, and the square would overflow.
+    largest = largest_exponent(log_ratio.dtype)
+    small = excess.clamp(max=math.expm1(largest))
+    return (torch.log1p(small * (small / (1 + small)) / 4) + (log_ratio.abs() - largest).clamp(min=0)) / 2
+
+
 def largest_exponent(dtype: torch.dtype) -> float:
     """Half the largest exponent of a dtype (44 in float32): what an `exp` may be given so that products stay finite."""
     return math.log(torch.finfo(dtype).max) / 2
@@ -60,6 +83,7 @@ def kl_penalty(
     input_clamp: float | None,
     output_clamp: float | None,
     weight: Tensor | None = None,
+    score_function: bool = False,
 ) -> Tensor:
     """Per-token KL penalty, `clamp( v * k(clamp(x)) )`, in nats.
 
@@ -74,6 +98,7 @@ def kl_penalty(
         input_clamp: `x` is clamped to `[-input_clamp, input_clamp]`; `None` for no clamp.
         output_clamp: likewise for the product; `None` for no clamp.
         weight: `v`, `[B, T]`, finite; `None` is the plain `k(x)`.
+        score_function: `v = exp(lp - sg(lp))`, instead of a `weight`.
 
     Returns:
         `[B, T]`, the dtype of `log_ratio`.
@@ -86,9 +111,16 @@ def kl_penalty(
         -10.0
     """
     # Without an input clamp too, `exp` must not overflow: the output clamp would hide the value, not the gradient.
-    x = symmetric_clamp(log_ratio, input_clamp).clamp(max=largest_exponent(log_ratio.dtype))
+    largest = largest_exponent(log_ratio.dtype)
+    if input_clamp is None:
+        x = log_ratio.clamp(max=largest)
+    else:
+        x = log_ratio.clamp(-input_clamp, min(input_clamp, largest))
     estimate = kl_estimate(x, kl_type)
-    if weight is not None:
+    if score_function:
+        # To first order, and with the clamp in it: lp - sg(lp) = sg(x) - x where the clamp does not bite.
+        estimate = (1 + (x.detach() - x)) * estimate
+    elif weight is not None:
         if input_clamp is not None:
             weight = torch.where(log_ratio.abs() > input_clamp, weight.detach(), weight)
         estimate = weight * estimate

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .importance import actor_weights, finite_exp, policy_log_ratio, truncate_weights
-from .kl import kl_estimate, kl_penalty
+from .kl import js_estimate, kl_estimate, kl_penalty
 from .loss_config import PRESETS, ClippedPGLossConfig
-from .reductions import masked_mean, token_mean
+from .reductions import clean_sum, divisor
 
 __all__ = ["ENGINE_METRICS", "METRIC_REDUCTIONS", "PRESETS", "ClippedPGLossConfig", "ClippedPGLossFn"]
 
@@ -59,10 +59,11 @@ class _Inputs:
     prev: Tensor
     generation: Tensor
     reference: Tensor | None
-    advantages: Tensor
-    policy_weights: Tensor
-    mask: Tensor
-    sample_mask: Tensor
+    advantages: Tensor  # or [B, 1]
+    policy_weights: Tensor | None
+    mask: Tensor  # bool
+    weight: Tensor  # the same as a number
+    sample_mask: Tensor  # [B]
 
 
 class ClippedPGLossFn:
@@ -141,13 +142,13 @@ class ClippedPGLossFn:
         """
         config = self.config
         x = self._inputs(logprobs, batch)
-        toks = global_valid_toks if metric_valid_toks is None else metric_valid_toks
-        seqs = global_valid_seqs if metric_valid_seqs is None else metric_valid_seqs
+        toks, seqs = divisor(global_valid_toks, x.weight), divisor(global_valid_seqs, x.weight)
 
         def mean(values: Tensor) -> Tensor:
             if config.token_level_loss:
-                return masked_mean(values, x.mask, global_valid_toks)
-            return masked_mean(token_mean(values, x.mask).squeeze(-1), x.sample_mask, global_valid_seqs)
+                return clean_sum(values, x.weight) / toks
+            of_rows = (values * x.weight).sum(-1) / divisor(x.weight.sum(-1), x.weight)
+            return clean_sum(of_rows, x.sample_mask) / seqs
 
         log_ratio = policy_log_ratio(x.logprobs, x.prev, x.mask, sequence_level=config.sequence_level_importance_ratios)
         ratio = torch.exp(log_ratio)
@@ -157,26 +158,38 @@ class ClippedPGLossFn:
         weights, out_of_bounds = self._actor_weights(engine_log_ratio, x.mask)
         if config.use_importance_sampling_correction:
             token_loss = weights * token_loss
-        loss = mean(x.policy_weights * token_loss)
+        if x.policy_weights is not None:
+            token_loss = x.policy_weights * token_loss
+        loss = mean(token_loss)
 
-        token_kl = self._kl(x, ratio) if config.has_kl_term else torch.zeros_like(x.prev)
-        kl = mean(token_kl)
-        loss = loss + config.reference_policy_kl_penalty * kl
+        kl = token_kl = None
+        if config.has_kl_term:
+            token_kl = self._kl(x, ratio)
+            kl = mean(token_kl)
+            loss = loss + config.reference_policy_kl_penalty * kl
 
         with torch.no_grad():
-            metrics = self._ratio_metrics(x, used_ratio, clipped_ratio, toks)
-            metrics |= self._mismatch_metrics(x, toks)
-            metrics["kl_penalty"] = kl.detach()  # averaged as the loss is
-            metrics["kl"] = masked_mean(token_kl, x.mask, toks)
-            if config.sequence_level_importance_ratios:
-                mean_weight = masked_mean(weights.squeeze(-1), x.sample_mask, seqs)
-            else:
-                mean_weight = masked_mean(weights, x.mask, toks)
-            metrics["sampling_importance_ratio"] = mean_weight
-            if config.truncated_importance_sampling_type == "seq-mask-tis":
-                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.squeeze(-1), x.sample_mask, seqs)
-            elif config.truncated_importance_sampling_type is not None:
-                metrics["is_oob_ratio"] = masked_mean(out_of_bounds.expand_as(x.mask), x.mask, toks)
+            toks = toks if metric_valid_toks is None else divisor(metric_valid_toks, x.weight)
+            seqs = seqs if metric_valid_seqs is None else divisor(metric_valid_seqs, x.weight)
+            per_token = self._mismatch_metrics(x, engine_log_ratio)
+            per_token |= {"probs_ratio": used_ratio, "probs_ratio_clamped": clipped_ratio}
+            per_row: dict[str, Tensor] = {}
+            of_weights = per_row if config.sequence_level_importance_ratios else per_token
+            of_weights["sampling_importance_ratio"] = weights
+            kind = config.truncated_importance_sampling_type
+            if kind is not None:
+                of_bounds = per_row if kind == "seq-mask-tis" else per_token
+                of_bounds["is_oob_ratio"] = out_of_bounds
+            if token_kl is not None:
+                per_token["kl"] = token_kl
+
+            metrics = {name: clean_sum(v.expand_as(x.mask), x.weight) / toks for name, v in per_token.items()}
+            metrics |= {name: clean_sum(v.squeeze(-1), x.sample_mask) / seqs for name, v in per_row.items()}
+            metrics |= self._clip_fractions(x, used_ratio, toks)
+            metrics |= _extremes({"probs_ratio": used_ratio, "probs_ratio_clamped": clipped_ratio}, x.mask)
+            nothing = loss.new_zeros(())
+            metrics["kl_penalty"] = nothing if kl is None else kl.detach()  # averaged as the loss is
+            metrics.setdefault("kl", nothing)
             metrics["num_valid_samples"] = x.sample_mask.sum()
         return loss, metrics
 
@@ -185,20 +198,23 @@ class ClippedPGLossFn:
         config = self.config
         if config.disable_ppo_ratio:
             return -x.advantages * x.logprobs, x.logprobs, x.logprobs
-        clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+        low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+        clipped = ratio.detach().clamp(low, high)
         if config.use_cispo:
-            return -clipped.detach() * x.advantages * x.logprobs, ratio, clipped
-        loss = torch.maximum(-x.advantages * ratio, -x.advantages * clipped)
-        if config.ratio_clip_c is not None:
-            loss = torch.where(x.advantages < 0, torch.minimum(loss, -x.advantages * config.ratio_clip_c), loss)
-        return loss, ratio, clipped
+            return -clipped * x.advantages * x.logprobs, ratio, clipped
+        # max(-A rho, -A clip(rho)) clips from above where A > 0 and from below where A < 0; the dual clip is the other
+        # bound of the latter.
+        falls = x.advantages < 0
+        lower = torch.full_like(x.advantages, -math.inf).masked_fill(falls, low)
+        upper = torch.full_like(x.advantages, high).masked_fill(falls, config.ratio_clip_c or math.inf)
+        return -x.advantages * ratio.clamp(lower, upper), ratio, clipped
 
     def _actor_weights(self, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """`(w, 1 where it was out of bounds)`: `[B, T]`, or `[B, 1]` where a row has one weight or one decision."""
         config = self.config
         weights = actor_weights(log_ratio, mask, sequence_level=config.sequence_level_importance_ratios)
         if config.truncated_importance_sampling_type is None:
-            return weights, torch.zeros_like(weights)
+            return weights, weights.new_zeros(())
         high = config.truncated_importance_sampling_ratio
         weights, out_of_bounds = truncate_weights(
             weights,
@@ -212,57 +228,43 @@ class ClippedPGLossFn:
 
     def _kl(self, x: _Inputs, ratio: Tensor) -> Tensor:
         config = self.config
-        weight: Tensor | None
+        weight = None
         if config.use_on_policy_kl_approximation:
             weight = finite_exp(x.logprobs - x.generation)
         elif config.kl_importance_weight == "policy_ratio":
             weight = ratio
-        elif config.kl_importance_weight == "score_function":
-            weight = torch.exp(x.logprobs - x.logprobs.detach())
-        else:
-            weight = None
         return kl_penalty(
             cast(Tensor, x.reference) - x.logprobs,  # `_check_batch` has seen that it is there
             config.reference_policy_kl_type,
             weight=weight,
+            score_function=weight is None and config.kl_importance_weight == "score_function",
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
 
-    def _ratio_metrics(self, x: _Inputs, ratio: Tensor, clipped: Tensor, toks: Tensor | float) -> dict[str, Tensor]:
+    def _clip_fractions(self, x: _Inputs, ratio: Tensor, toks: Tensor) -> dict[str, Tensor]:
         config = self.config
-        below, above = ratio < 1 - config.ratio_clip_min, ratio > 1 + config.ratio_clip_max
         if config.disable_ppo_ratio:
-            below, above = torch.zeros_like(below), torch.zeros_like(above)
-        elif not config.use_cispo:
+            return dict.fromkeys(("clip_fraction_low", "clip_fraction_high"), ratio.new_zeros(()))
+        below, above = (ratio < 1 - config.ratio_clip_min) & x.mask, (ratio > 1 + config.ratio_clip_max) & x.mask
+        if not config.use_cispo:
             # The clip bites where it stops the gradient; CISPO's cuts the weight whatever the advantage.
             below, above = below & (x.advantages < 0), above & (x.advantages > 0)
-        metrics = {
-            "clip_fraction_low": masked_mean(below.to(ratio.dtype), x.mask, toks),
-            "clip_fraction_high": masked_mean(above.to(ratio.dtype), x.mask, toks),
-        }
-        for name, values in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
-            metrics[name] = masked_mean(values, x.mask, toks)
-            nothing = values.new_full((1,), math.inf)  # so that an empty batch has extremes too
-            metrics[f"{name}_min"] = torch.cat([values.masked_fill(~x.mask, math.inf).flatten(), nothing]).amin()
-            metrics[f"{name}_max"] = torch.cat([values.masked_fill(~x.mask, -math.inf).flatten(), -nothing]).amax()
-        return metrics
+        return {"clip_fraction_low": below.sum() / toks, "clip_fraction_high": above.sum() / toks}
 
-    def _mismatch_metrics(self, x: _Inputs, toks: Tensor | float) -> dict[str, Tensor]:
+    def _mismatch_metrics(self, x: _Inputs, log_ratio: Tensor) -> dict[str, Tensor]:
+        """Per token, how the training engine and the one that sampled differ; `log_ratio` is `prev - gen`."""
         kl_type = self.config.reference_policy_kl_type
         # A token that the engine could not score (NaN) is no evidence of a mismatch.
-        generation = torch.where(x.generation.isfinite(), x.generation, x.prev)
-        log_ratio = x.prev - generation
-        log_mixture = torch.logaddexp(x.prev, generation) - math.log(2)
-        js = (kl_estimate(x.prev - log_mixture, "k3") + kl_estimate(generation - log_mixture, "k3")) / 2
-        per_token = {
-            "token_mult_prob_error": torch.exp(log_ratio.abs()),
+        log_ratio = log_ratio.nan_to_num(0.0, 0.0, 0.0)
+        excess = torch.expm1(log_ratio.abs())
+        return {
+            "token_mult_prob_error": 1 + excess,
             "gen_kl_error": kl_estimate(log_ratio, kl_type),
             "policy_kl_error": kl_estimate(-log_ratio, kl_type),
-            "js_divergence_error": js,
-            "approx_entropy": -finite_exp(x.logprobs - generation) * x.logprobs,
+            "js_divergence_error": js_estimate(log_ratio, excess),
+            "approx_entropy": -finite_exp(x.logprobs - x.prev + log_ratio) * x.logprobs,
         }
-        return {name: masked_mean(values, x.mask, toks) for name, values in per_token.items()}
 
     def _inputs(self, logprobs: Tensor, batch: Mapping[str, Tensor]) -> _Inputs:
         _check_batch(self.config, logprobs, batch)
@@ -272,8 +274,8 @@ class ClippedPGLossFn:
         mask = batch["token_mask"].bool() & sample_mask[:, None]
 
         def clean(values: Tensor) -> Tensor:
-            values = values.to(dtype).expand_as(mask)
-            return torch.where(mask, values, torch.zeros_like(values))
+            rows = mask.any(-1, keepdim=True) if values.shape != mask.shape else mask
+            return torch.where(rows, values.to(dtype), 0)
 
         def optional(key: str) -> Tensor | None:
             return clean(batch[key].detach()) if batch.get(key) is not None else None
@@ -282,17 +284,27 @@ class ClippedPGLossFn:
         prev = None if self.config.force_on_policy_ratio else optional("prev_logprobs")
         prev = lp.detach() if prev is None else prev
         generation = optional("generation_logprobs")
-        policy_weights = optional("policy_weights")
         return _Inputs(
             logprobs=lp,
             prev=prev,
             generation=prev if generation is None else generation,
             reference=optional("reference_policy_logprobs"),
             advantages=clean(batch["advantages"].detach()),
-            policy_weights=mask.to(dtype) if policy_weights is None else policy_weights,
+            policy_weights=optional("policy_weights"),
             mask=mask,
+            weight=mask.to(dtype),
             sample_mask=sample_mask.to(dtype),
         )
+
+
+def _extremes(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Least and largest of the values that are not masked; `inf` and `-inf` of none."""
+    if not mask.numel():
+        mask = mask.new_zeros(1)
+        named = {name: values.new_zeros(1) for name, values in named.items()}
+    away = torch.where(mask, 0.0, math.inf)  # beyond any value
+    extremes = {f"{name}_min": (values + away).amin() for name, values in named.items()}
+    return extremes | {f"{name}_max": (values - away).amax() for name, values in named.items()}
 
 
 def _check_batch(config: ClippedPGLossConfig, logprobs: Tensor, batch: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         >>> masked_sum(torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([1, 1, 0])).item()
         3.0
     """
-    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
+    kept = torch.where(mask.bool(), values, 0)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
@@ -46,9 +46,35 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: Tensor | float, dim: 
         2.0
     """
     total = masked_sum(values, mask, dim)
-    count = torch.as_tensor(denominator, dtype=values.dtype, device=values.device)
-    # A count of 0 means that the sum is empty, and the mean of nothing adds nothing.
-    return total / torch.where(count == 0, torch.ones_like(count), count)
+    return total / divisor(denominator, total)
+
+
+def divisor(count: Tensor | float, like: Tensor) -> Tensor:
+    """`count` as a divisor, in the dtype of `like`; 1 where it is 0: the mean of nothing adds nothing.
+
+    Example:
+        >>> (torch.tensor([3.0, 0.0]) / divisor(torch.tensor([2, 0]), torch.zeros(()))).tolist()
+        [1.5, 0.0]
+    """
+    count = torch.as_tensor(count, dtype=like.dtype, device=like.device)
+    return torch.where(count == 0, 1, count)
+
+
+def clean_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `values` where `mask` is 1, by one product: for values that are finite everywhere.
+
+    Args:
+        values: `[...]`, floating point, finite where the mask is 0.
+        mask: the shape and dtype of `values`, 0 or 1.
+
+    Returns:
+        Scalar.
+
+    Example:
+        >>> clean_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 1.0, 0.0])).item()
+        3.0
+    """
+    return torch.dot(values.flatten(), mask.flatten())
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:

