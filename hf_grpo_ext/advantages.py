@@ -113,6 +113,21 @@ def normalized_advantage(
     return torch.where(advantage.isnan(), torch.zeros_like(advantage), advantage)
 
 
+def each_component(table: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
+    """`normalized_advantage` of each column of the table on its own, `[N, K]`.
+
+    Example:
+        >>> table = torch.tensor([[1.0, 0.0], [0.0, 4.0]])
+        >>> each_component(table, torch.zeros(2), leave_one_out=False, normalize=False).tolist()
+        [[0.5, -2.0], [-0.5, 2.0]]
+    """
+    columns = [
+        normalized_advantage(column, group_ids, leave_one_out=leave_one_out, normalize=normalize)
+        for column in table.unbind(-1)
+    ]
+    return torch.stack(columns, dim=-1)
+
+
 def whiten_rows(values: Tensor, valid: Tensor, resolution: Tensor) -> Tensor:
     """Whitening over rows, `(x - mean) / std` with the unbiased std, over the valid rows; 0 elsewhere.
 
@@ -220,24 +235,79 @@ class AdvantageEstimator:
             TypeError: `rewards` is not a mapping.
             ValueError: shapes do not match, a weight has no component, log-probabilities are missing.
         """
+        names, table, weights, mask = self._checked(group_ids, rewards, mask, reward_weights)
+        if not len(group_ids):
+            return table.new_zeros(mask.shape if self.token_level else 0)
+        kl = self._kl_in_reward(mask, table.dtype, logprobs_policy, logprobs_reference)
+        counts = ~table.isnan().all(-1, keepdim=True)
+        advantages = self._estimate(group_ids, names, table, weights, mask & counts, kl)
+        low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
+        return advantages if low is None and high is None else advantages.clamp(low, high)
+
+    def component_advantages(
+        self,
+        group_ids: Tensor,
+        rewards: Mapping[str, Tensor],
+        mask: Tensor,
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> Tensor:
+        """What each component puts into the advantage, before it is divided, whitened or clamped.
+
+            D_ik = w_k (r_ik - b_ik),   so that   sum_k D_ik = r_i - b_i
+            D_ik = w_k A_ik                                               (gdpo: the terms that it sums)
+
+        with the baseline of this estimator (none under reinforce_plus_plus with `minus_baseline=False`). A component
+        that is absent from a row counts as 0 there, as in the sum of the rewards; under gdpo it does not vote.
+
+        Args:
+            group_ids: as in `compute_advantage`, like the rest.
+            rewards: component name -> `[N]`.
+            mask: `[N, T]` or `[N, 1]`.
+            reward_weights: component name -> weight.
+
+        Returns:
+            `[N, K]`, components in the order of `rewards`; NaN in a row that is masked out or that nothing scored.
+
+        Raises:
+            TypeError: `rewards` is not a mapping.
+            ValueError: shapes do not match, or a weight has no component.
+
+        Example:
+            >>> estimator = get_advantage_estimator(AdvEstimatorConfig(use_leave_one_out_baseline=False))
+            >>> rewards = {"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([0.0, 2.0])}
+            >>> estimator.component_advantages(torch.zeros(2), rewards, torch.ones(2, 1)).tolist()
+            [[0.5, -1.0], [-0.5, 1.0]]
+        """
+        _, table, weights, _ = self._checked(group_ids, rewards, mask, reward_weights)
+        if not len(group_ids):
+            return table
+        counts = ~table.isnan().all(-1, keepdim=True)
+        return self._terms(group_ids, table, weights).masked_fill(~counts, torch.nan)
+
+    def _checked(
+        self, group_ids: Tensor, rewards: Mapping[str, Tensor], mask: Tensor, reward_weights: Mapping[str, float] | None
+    ) -> tuple[list[str], Tensor, Tensor, Tensor]:
+        """`(names, table, weights, mask)`; a row that does not vote is NaN in the table `[N, K]`."""
         names, table = _reward_table(rewards, group_ids, mask)
         weights = torch.tensor(component_weights(names, reward_weights or {}), dtype=table.dtype, device=table.device)
         mask = mask.bool()
-        if not len(group_ids):
-            return table.new_zeros(mask.shape if self.token_level else 0)
-        _check_magnitude(names, table * weights)
-        # A row that is masked out or that nothing could score does not vote.
-        valid = mask.any(-1) & ~table.isnan().all(-1)
-        table = table.masked_fill(~valid[:, None], torch.nan)
-        kl = self._kl_in_reward(mask, table.dtype, logprobs_policy, logprobs_reference)
-        advantages = self._estimate(group_ids, names, table, weights, mask & valid[:, None], kl)
-        low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
-        return advantages if low is None and high is None else advantages.clamp(low, high)
+        if len(group_ids):
+            _check_magnitude(names, table * weights)
+            # A row that is masked out does not vote; nor does one that nothing could score, which is NaN already.
+            table = table.masked_fill(~mask.any(-1, keepdim=True), torch.nan)
+        return names, table, weights, mask
 
     def _estimate(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
     ) -> Tensor:
         raise NotImplementedError
+
+    def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
+        """`D` of `component_advantages`, of any value in the rows that do not count."""
+        return weights * each_component(
+            _absent_as_zero(table), group_ids, leave_one_out=self.config.use_leave_one_out_baseline, normalize=False
+        )
 
     def _kl_in_reward(
         self, mask: Tensor, dtype: torch.dtype, policy: Tensor | None, reference: Tensor | None
@@ -317,21 +387,18 @@ class GDPOAdvantageEstimator(AdvantageEstimator):
                 f"gdpo needs at least two reward components, but saw {len(names)}: {names}. Return several named "
                 'components from the reward functions, or use adv_estimator="grpo".'
             )
-        terms = weights * torch.stack(
-            [
-                normalized_advantage(
-                    column,
-                    group_ids,
-                    leave_one_out=self.config.use_leave_one_out_baseline,
-                    normalize=self.config.normalize_rewards,
-                )
-                for column in table.unbind(-1)
-            ],
-            dim=-1,
-        )
+        terms = self._terms(group_ids, table, weights)
         # Sums of K terms, each from a few rounded operations.
         resolution = 16 * len(names) * torch.finfo(table.dtype).eps * terms.abs().amax()
         return whiten_rows(terms.sum(-1), mask.any(-1), resolution)
+
+    def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
+        return weights * each_component(
+            table,
+            group_ids,
+            leave_one_out=self.config.use_leave_one_out_baseline,
+            normalize=self.config.normalize_rewards,
+        )
 
 
 class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
@@ -359,6 +426,12 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
         advantages = rewards[:, None].expand_as(mask)
         advantages = whiten_tokens(advantages if kl is None else advantages - kl, mask)
         return torch.where(mask.any(-1, keepdim=True), advantages, torch.zeros_like(advantages))
+
+    def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
+        components = _absent_as_zero(table)
+        if self.config.minus_baseline:
+            components = each_component(components, group_ids, leave_one_out=False, normalize=False)
+        return weights * components
 
 
 ADVANTAGE_ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
@@ -399,6 +472,12 @@ def _reward_table(rewards: Mapping[str, Tensor], group_ids: Tensor, mask: Tensor
             )
     table = torch.stack([column.detach() for column in rewards.values()], dim=-1)
     return list(rewards), table.to(torch.promote_types(table.dtype, torch.float32))
+
+
+def _absent_as_zero(table: Tensor) -> Tensor:
+    """The table as the sum of the rewards reads it: an absent component adds 0 to a row that has another."""
+    scored = ~table.isnan().all(-1, keepdim=True)
+    return torch.where(scored & table.isnan(), torch.zeros_like(table), table)
 
 
 def _check_magnitude(names: list[str], terms: Tensor) -> None:

@@ -338,6 +338,53 @@ def test_tokens_that_are_all_equal_are_whitened_to_exactly_zero() -> None:
     assert a.abs().max() == 0
 
 
+def parts_of(config: dict[str, Any], table: dict[str, list[Any]], row_mask: Tensor, **extra: Any) -> Tensor:
+    columns = {name: torch.tensor([np.nan if x is None else x for x in column]) for name, column in table.items()}
+    estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
+    return estimator.component_advantages(torch.tensor(GROUPS), columns, row_mask, **extra)
+
+
+@every_variant
+def test_component_advantages_sum_to_what_the_estimator_normalises(config: dict[str, Any]) -> None:
+    table, row_mask, weights = rewards(), mask(), {"length": 2.0, "correctness": -1.5}
+    table["length"][0] = table["correctness"][5] = None
+    table["length"][7] = table["correctness"][7] = None  # nothing scores row 7
+    row_mask[3] = 0
+    parts = parts_of(config, table, row_mask, reward_weights=weights)
+    counts = ~parts.isnan().any(-1)
+    assert counts.tolist() == [row not in (3, 7) for row in range(len(GROUPS))]
+    total = parts.nan_to_num().sum(-1)
+
+    expected = compute(
+        config if config["name"] == "gdpo" else config | {"normalize_rewards": False},
+        table,
+        mask=row_mask,
+        extras={"reward_weights": weights},
+    )
+    if config["name"] == "gdpo":
+        found = whiten_rows(total, counts, torch.tensor(0.0))
+    elif config["name"] == "reinforce_plus_plus":
+        valid = row_mask.bool() & counts[:, None]
+        found, expected = whiten_tokens(total[:, None].expand_as(valid), valid)[valid], expected[valid]
+    else:
+        found = total
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-5)
+
+
+def test_component_advantages_without_a_baseline_are_the_rewards() -> None:
+    config = {"name": "reinforce_plus_plus", "minus_baseline": False}
+    table = {"a": [0.5] * 11 + [None], "b": [1.0] * 12}
+    parts = parts_of(config, table, mask(), reward_weights={"a": 2.0})
+    assert parts.tolist() == [[1.0, 1.0]] * 11 + [[0.0, 1.0]]
+
+
+@every_variant
+def test_component_advantages_of_no_rollouts(config: dict[str, Any]) -> None:
+    estimator, none = get_advantage_estimator(AdvEstimatorConfig(**config)), torch.zeros(0)
+    columns = {"a": none, "b": none}
+    assert estimator.component_advantages(none.long(), columns, torch.zeros(0, TOKENS)).shape == (0, 2)
+
+
 @every_variant
 def test_advantages_carry_no_gradient(config: dict[str, Any]) -> None:
     columns = {name: torch.tensor(column, requires_grad=True) for name, column in rewards().items()}
