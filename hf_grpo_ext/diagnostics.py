@@ -1,11 +1,14 @@
-"""Metrics that combine exactly over micro-batches and processes, with one collective an optimizer step."""
+"""What is logged: metrics that combine exactly over micro-batches and processes, and what the rewards say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import combinations
 
 import torch
 from torch import Tensor
+
+from .grouping import group_has_signal
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0),
@@ -62,3 +65,126 @@ class MetricWindow:
         self._values.clear()
         self._reductions.clear()
         return dict(zip(names, reduced.tolist(), strict=True))
+
+
+def frac_groups_without_signal(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Share of the groups in which no value differs from another, of the groups that have a value at all.
+
+    A component that applies to some prompts only is judged by those. NaN if no group has a value.
+
+    Args:
+        values: `[N]` rewards, NaN where a row has none or does not count.
+        group_ids: `[N]`.
+
+    Returns:
+        A scalar in `[0, 1]`, or NaN.
+
+    Example:
+        >>> values = torch.tensor([1.0, 0.0, 0.5, 0.5, float("nan"), float("nan")])
+        >>> frac_groups_without_signal(values, torch.tensor([0, 0, 1, 1, 2, 2])).item()
+        0.5
+    """
+    scored, signal = ~values.isnan(), group_has_signal(values, group_ids)
+    groups, silent = len(torch.unique(group_ids[scored])), len(torch.unique(group_ids[scored & ~signal]))
+    return torch.tensor(silent / groups if groups else torch.nan)
+
+
+def advantage_shares(component_advantages: Tensor) -> Tensor:
+    """How much of the variance of the summed advantage each component makes up.
+
+        share_k = cov(D_k, S) / var(S),   S = sum_k D_k,   so that   sum_k share_k = 1
+
+    Below 0 where a component works against the others, above 1 where the others work against it.
+
+    Args:
+        component_advantages: `D`, `[N, K]`, from `AdvantageEstimator.component_advantages`; a row with NaN does not
+            count.
+
+    Returns:
+        `[K]`, float64 on the CPU; NaN if the sum varies by no more than rounding.
+
+    Example:
+        >>> advantage_shares(torch.tensor([[3.0, 1.0], [-3.0, -1.0]])).tolist()
+        [0.75, 0.25]
+    """
+    terms = _rows_that_count(component_advantages)
+    undefined = terms.new_full((terms.shape[-1],), torch.nan)
+    if not len(terms):
+        return undefined
+    total, largest = terms.sum(-1), terms.abs().amax()
+    # The sum of K terms, each from a few rounded operations: two components that cancel leave noise, no signal.
+    if total.amax() - total.amin() <= 16 * terms.shape[-1] * torch.finfo(component_advantages.dtype).eps * largest:
+        return undefined
+    terms, total = (terms - terms.mean(0)) / largest, (total - total.mean()) / largest  # so that no square vanishes
+    return (terms * total[:, None]).sum(0) / total.square().sum()
+
+
+def advantage_correlations(component_advantages: Tensor) -> Tensor:
+    """Pearson correlation of the advantages of each pair of components; below 0 where they ask for the opposite.
+
+        corr_kl = cov(D_k, D_l) / sqrt(var(D_k) var(D_l))
+
+    Args:
+        component_advantages: `D`, `[N, K]`, as in `advantage_shares`.
+
+    Returns:
+        `[K, K]`, float64 on the CPU; NaN for a component that does not vary.
+
+    Example:
+        >>> correlations = advantage_correlations(torch.tensor([[1.0, -2.0, 0.0], [-1.0, 2.0, 0.0]]))
+        >>> correlations[0].tolist()
+        [1.0, -1.0, nan]
+    """
+    terms = _rows_that_count(component_advantages)
+    if not len(terms):
+        return terms.new_full((terms.shape[-1],) * 2, torch.nan)
+    spread = terms.amax(0) - terms.amin(0)
+    centred = (terms - terms.mean(0)) / spread.masked_fill(spread == 0, torch.nan)  # so that no square vanishes
+    products = centred.T @ centred
+    squares = products.diagonal()
+    return (products / (squares[:, None] * squares).sqrt()).clamp(-1, 1)
+
+
+def _rows_that_count(component_advantages: Tensor) -> Tensor:
+    terms = component_advantages.detach().cpu().double()
+    return terms[~terms.isnan().any(-1)]
+
+
+def reward_metrics(columns: Mapping[str, Tensor], group_ids: Tensor, component_advantages: Tensor) -> dict[str, float]:
+    """What the components of a generation batch say about its signal; what is not defined is left out.
+
+        rewards/<name>/frac_groups_without_signal      each component
+        rewards/<name>/advantage_share                 two components or more
+        rewards/correlation/<a>/<b>                    each pair, names in alphabetical order
+
+    Args:
+        columns: component name -> `[N]` rewards of all processes, NaN where a component is absent.
+        group_ids: `[N]`.
+        component_advantages: `[N, K]`, components in the order of `columns`, NaN in rows that do not count.
+
+    Returns:
+        Metric name -> value.
+
+    Example:
+        >>> columns = {"b": torch.tensor([1.0, 0.0]), "a": torch.tensor([0.0, 1.0])}
+        >>> reward_metrics(columns, torch.zeros(2), torch.tensor([[1.0, -0.5], [-1.0, 0.5]]))
+        {'rewards/b/frac_groups_without_signal': 0.0, 'rewards/a/frac_groups_without_signal': 0.0,
+         'rewards/b/advantage_share': 2.0, 'rewards/a/advantage_share': -1.0, 'rewards/correlation/a/b': -1.0}
+    """
+    silent_rows = component_advantages.isnan().any(-1)
+    values = {
+        f"rewards/{name}/frac_groups_without_signal": frac_groups_without_signal(
+            column.masked_fill(silent_rows, torch.nan), group_ids
+        )
+        for name, column in columns.items()
+    }
+    if len(columns) > 1:
+        shares = advantage_shares(component_advantages)
+        values |= {f"rewards/{name}/advantage_share": shares[index] for index, name in enumerate(columns)}
+        place = {name: index for index, name in enumerate(columns)}
+        correlations = advantage_correlations(component_advantages)
+        values |= {
+            f"rewards/correlation/{a}/{b}": correlations[place[a], place[b]]
+            for a, b in combinations(sorted(columns), 2)
+        }
+    return {name: value.item() for name, value in values.items() if not value.isnan()}
