@@ -29,7 +29,7 @@ from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .advantages import get_advantage_estimator
 from .config import GRPOExtConfig
-from .diagnostics import MetricWindow
+from .diagnostics import MetricWindow, reward_metrics
 from .entropy import adapted_entropy_coef
 from .explain import explain
 from .grouping import group_has_signal
@@ -282,12 +282,21 @@ class GRPOExtTrainer(GRPOTrainer):
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
+        self._log_signal(mask, columns, group_ids)
+
+    def _log_signal(self, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
+        """How many groups can teach something, and what each component says; the same on every process."""
+        table = self._reward_table.masked_fill(~mask.bool().any(-1, keepdim=True), torch.nan)  # a masked row has no say
         if self.args.adv_estimator_config.name == "gdpo":  # any component that varies is signal
-            signal = torch.stack([group_has_signal(column, group_ids) for column in columns.values()]).any(0)
+            signal = torch.stack([group_has_signal(column, group_ids) for column in table.unbind(-1)]).any(0)
         else:
-            totals, resolution = weighted_sum(self._reward_table, self.reward_weights.to(mask.device))
+            totals, resolution = weighted_sum(table, self.reward_weights.to(mask.device))
             signal = group_has_signal(totals, group_ids, resolution)
         self._metrics[self._mode]["frac_reward_zero_std"][-1] = 1 - signal.float().mean().item()
+        weights = dict(zip(columns, self.reward_weights.tolist(), strict=True))
+        parts = self.adv_estimator.component_advantages(group_ids, columns, mask, reward_weights=weights)
+        for name, value in reward_metrics(columns, group_ids, parts).items():
+            self._metrics[self._mode][name].append(value)
 
     # The optimizer step
 

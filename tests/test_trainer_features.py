@@ -32,6 +32,7 @@ from tiny_env import (
     logged,
     make_trainer,
     on_policy_loss,
+    padded,
     quiet,
     rows_of,
     scoring_environment,
@@ -347,6 +348,70 @@ def test_a_group_with_any_varying_component_is_signal_under_gdpo(
     assert logged(trainer, "frac_reward_zero_std") == [silent]
 
 
+# What the log says about the components
+
+
+def test_the_log_says_what_each_component_adds(tiny_model: str, tmp_path: Path) -> None:
+    # In the first group x and y ask for the opposite; in the second y is constant, and z is in the second alone.
+    answer = {
+        "y": [0, 0, 1, 1, 5, 5, 5, 5],
+        "x": [1, 1, 0, 0, 1, 0, 1, 0],
+        "z": [None] * 4 + [2, 2, 2, 2],
+    }
+    trainer = trained(
+        tiny_model, tmp_path, constant(answer), adv_estimator=CENTRED | {"name": "gdpo"}, reward_weights={"x": 2.0}
+    )
+    log = trainer.state.log_history[0]
+    ours = {name: log[name] for name in log if "frac_groups" in name or "share" in name or "correlation" in name}
+    # D_x = 2 * [.5, .5, -.5, -.5, .5, -.5, .5, -.5], D_y = [-.5, -.5, .5, .5, 0, 0, 0, 0], D_z = 0.
+    # Sums of squares: D_x 8, D_y 1, their product -2, the sum S 8 + 1 - 4 = 5.
+    assert ours == pytest.approx(
+        {
+            "rewards/x/frac_groups_without_signal": 0.0,
+            "rewards/y/frac_groups_without_signal": 0.5,
+            "rewards/z/frac_groups_without_signal": 1.0,  # of the one group that has it
+            "rewards/x/advantage_share": (8 - 2) / 5,
+            "rewards/y/advantage_share": (1 - 2) / 5,
+            "rewards/z/advantage_share": 0.0,
+            "rewards/correlation/x/y": -2 / 8**0.5,
+        }
+    )
+    assert logged(trainer, "frac_reward_zero_std") == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "reinforce_plus_plus"])
+def test_a_masked_row_does_not_count_as_signal(tiny_model: str, tmp_path: Path, estimator: str) -> None:
+    class Truncated(GivenRollouts):
+        truncated = staticmethod(lambda rank: rank == 0)
+
+    # The first row of each group is cut off, and alone differs in the first.
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        constant({"a": [1, 0, 0, 0, 1, 0, 0, 1], "b": [0.0] * 8}),
+        mixin=Truncated,
+        adv_estimator=estimator,
+        mask_truncated_completions=True,
+    )
+    assert logged(trainer, "rewards/a/frac_groups_without_signal") == [0.5]
+    assert logged(trainer, "rewards/a/advantage_share") == [pytest.approx(1.0)]
+    assert logged(trainer, "frac_reward_zero_std") == [0.5]
+
+
+def test_evaluation_logs_its_own(tiny_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        constant({"x": [1, 0, 0, 0] * 2, "y": [0, 1, 0, 0] * 2}),
+        trainer={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]})},
+        adv_estimator="gdpo",
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_rewards/x/frac_groups_without_signal"] == 0
+    assert metrics["eval_rewards/x/advantage_share"] == pytest.approx(0.5)
+    assert metrics["eval_rewards/correlation/x/y"] == pytest.approx(-1 / 3)
+
+
 # Components that come and go
 
 
@@ -627,23 +692,6 @@ def rollout(answer: Any = None, offset: Any = None, **extra: Any) -> Any:
         return out
 
     return generate
-
-
-def padded(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> dict[str, Tensor]:
-    def pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-        width = max(map(len, rows))
-        gaps = [[0] * (width - len(row)) for row in rows]
-        ids = [gap + row if left else row + gap for row, gap in zip(rows, gaps, strict=True)]
-        mask = [gap + [1] * len(row) if left else [1] * len(row) + gap for row, gap in zip(rows, gaps, strict=True)]
-        return torch.tensor(ids), torch.tensor(mask)
-
-    (prompts, prompt_mask), (completions, completion_mask) = pad(prompt_ids, True), pad(completion_ids, False)
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completions,
-        "completion_mask": completion_mask,
-    }
 
 
 def far_off(row: int, token: int) -> float:

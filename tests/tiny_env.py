@@ -6,7 +6,7 @@ import gc
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ def make_trainer(
     cls: type[GRPOTrainer] = GRPOExtTrainer,
     mixin: type = GivenRollouts,
     dataset: Dataset | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     trainer: dict[str, Any] | None = None,
     **args: Any,
 ) -> Any:
@@ -132,7 +133,7 @@ def make_trainer(
         reward_funcs=reward_funcs,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}) if dataset is None else dataset,
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         **(trainer or {}),
     )
     built.remove_callback(PrinterCallback)
@@ -242,6 +243,25 @@ def on_policy_loss(batch: dict[str, Any], model: nn.Module, weights: Any = 1.0, 
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     lp = token_logprobs(model, batch)[0]
     return -(mask * weights * advantages * torch.exp(lp - lp.detach())).sum()
+
+
+def padded(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> dict[str, Tensor]:
+    """Prompts padded on the left and completions on the right, with their masks, as TRL's batches have them."""
+
+    def pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+        width = max(map(len, rows))
+        gaps = [[0] * (width - len(row)) for row in rows]
+        ids = [gap + row if left else row + gap for row, gap in zip(rows, gaps, strict=True)]
+        mask = [gap + [1] * len(row) if left else [1] * len(row) + gap for row, gap in zip(rows, gaps, strict=True)]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    (prompts, prompt_mask), (completions, completion_mask) = pad(prompt_ids, True), pad(completion_ids, False)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completions,
+        "completion_mask": completion_mask,
+    }
 
 
 # Tools and environments
