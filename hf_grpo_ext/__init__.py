@@ -10,6 +10,7 @@ from .loss import PRESETS, ClippedPGLossConfig, ClippedPGLossFn
 from .rewards import get_gdpo_reward_component_keys
 
 if TYPE_CHECKING:
+    from .callbacks import StopBrokenRun
     from .config import GRPOExtConfig
     from .trainer import GRPOExtTrainer
 
@@ -22,12 +23,13 @@ __all__ = [
     "ClippedPGLossFn",
     "GRPOExtConfig",
     "GRPOExtTrainer",
+    "StopBrokenRun",
     "get_advantage_estimator",
     "get_gdpo_reward_component_keys",
 ]
 
 # The trainer pulls in TRL, which takes seconds; the mathematics does not need it.
-_LAZY = {"GRPOExtConfig": ".config", "GRPOExtTrainer": ".trainer"}
+_LAZY = {"GRPOExtConfig": ".config", "GRPOExtTrainer": ".trainer", "StopBrokenRun": ".callbacks"}
 
 
 def __getattr__(name: str) -> Any:

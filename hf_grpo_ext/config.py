@@ -95,6 +95,8 @@ class GRPOExtConfig(GRPOConfig):
             it where the model can and it pays; `True` is an error where the model cannot.
         skip_rows_without_signal: do not compute rows whose advantage is exactly 0 where the loss has no term that needs
             them. The gradient is the same; the metrics of the loss are averaged over the rows that are computed.
+        stop_broken_run: stop a run whose loss is NaN, whose engine has drifted away or whose rewards teach nothing; see
+            `StopBrokenRun`, which is added with its defaults.
         nemo_rl_config: a NeMo-RL YAML file; its blocks become the fields that are not set otherwise.
         reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
             component name (1 for a component that it does not name), also as a JSON string.
@@ -140,6 +142,13 @@ class GRPOExtConfig(GRPOConfig):
     skip_rows_without_signal: bool = field(
         default=True,
         metadata={"help": "Do not compute rows whose advantage is exactly 0 where no term of the loss needs them."},
+    )
+    stop_broken_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Stop a run whose loss or gradient is not finite, whose engine has drifted away from the trainer, "
+            "or in which no group of rollouts has had signal for long: adds the callback `StopBrokenRun`."
+        },
     )
     if TYPE_CHECKING:
         reward_weights: list[float] | dict[str, float] | None = None

@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .advantages import get_advantage_estimator
+from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow, reward_metrics
 from .entropy import adapted_entropy_coef
@@ -150,6 +151,8 @@ class GRPOExtTrainer(GRPOTrainer):
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
         _check_trainable(self.model)
+        if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
+            self.add_callback(StopBrokenRun())
 
         self.loss_fn = ClippedPGLossFn(args.loss_config)
         self.adv_estimator = get_advantage_estimator(args.adv_estimator_config, args.loss_config)

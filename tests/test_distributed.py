@@ -1,4 +1,4 @@
-"""Two processes train to the weights of one."""
+"""Two processes train to the weights of one, and stop together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 
-WORKER = Path(__file__).parent / "workers" / "train.py"
+WORKERS = Path(__file__).parent / "workers"
 DDP = """
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
@@ -27,13 +27,14 @@ mixed_precision: 'no'
 """
 
 
-def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, Any]:
-    config, out = folder / "ddp.yaml", folder / f"out_{processes}.pt"
+def launch(folder: Path, processes: int, worker: str, *arguments: str) -> None:
+    """Runs a worker to its end in one process or in two."""
+    config = folder / "ddp.yaml"
     config.write_text(DDP)
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(config)] if processes == 2 else []
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)] if processes == 2 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, *launch, str(WORKER), model, str(out), json.dumps(fields)],
+        [sys.executable, *launcher, str(WORKERS / worker), *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -41,6 +42,11 @@ def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, Any]:
+    out = folder / f"out_{processes}.pt"
+    launch(folder, processes, "train.py", model, str(out), json.dumps(fields))
     result: dict[str, Any] = torch.load(out, weights_only=False)
     assert result["processes"] == processes
     assert result["wrapper"] == ("DistributedDataParallel" if processes == 2 else "Qwen2ForCausalLM")
@@ -74,3 +80,13 @@ def test_two_processes_train_to_the_weights_of_one(tmp_path: Path, fields: dict[
         for name in compared:
             want = a[name] if a[name] is None else pytest.approx(a[name], rel=1e-4, abs=1e-5)
             assert b[name] == want, name
+
+
+@pytest.mark.distributed
+def test_all_processes_stop_when_one_sees_a_reason(tmp_path: Path) -> None:
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "stopped"
+    launch(tmp_path, 2, "stop.py", model, str(out))
+    first, second = (torch.load(f"{out}.{rank}") for rank in range(2))
+    assert first == second
+    assert first["step"] == 2
+    assert first["reason"].startswith("local is 1, above its bound of 0.5 in 2 log entries in a row")
