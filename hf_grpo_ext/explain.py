@@ -12,6 +12,14 @@ import torch
 from .config import GRPOExtConfig
 from .loss_config import PRESETS, ClippedPGLossConfig
 
+# The values with which an engine samples from the whole softmax, which is what the trainer computes.
+UNCUT_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0, None),
+    "top_k": (0, -1, None),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0, None),
+}
+
 
 def explain(args: GRPOExtConfig, has_dropout: bool = True) -> str:
     """The objective of a configuration, as text.
@@ -148,7 +156,6 @@ def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> lis
         has_dropout: whether the model has any; unknown without a model, and then assumed.
     """
     c, a = args.loss_config, args.adv_estimator_config
-    engine_is_cut = args.top_p < 1 or args.top_k > 0 or bool(args.min_p)
     advice = []
     if c.sequence_level_importance_ratios and c.ratio_clip_max >= 0.1:
         advice.append(
@@ -169,14 +176,36 @@ def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> lis
         advice.append(
             "Leave-one-out with two generations: the baseline is one rollout, and there is no std to divide by."
         )
-    if c.needs_generation_logprobs and engine_is_cut:
-        advice.append(
-            "top_p, top_k or min_p with an importance correction: the engine renormalises its log-probabilities over "
-            "what is left, the trainer does not, and the ratio is biased."
-        )
+    if (cut := warning_of_cut_sampling(args)) is not None:
+        advice.append(cut)
     if args.beta > 0 and has_dropout and not args.disable_dropout:
         advice.append("beta > 0 with dropout on: the KL also measures the dropout. Set disable_dropout=True.")
     return advice
+
+
+def warning_of_cut_sampling(args: GRPOExtConfig) -> str | None:
+    """Why an importance correction is biased where the engine samples from a distribution that was cut or reshaped.
+
+    Args:
+        args: the configuration.
+
+    Returns:
+        The advice, or `None` where nothing is corrected or the engine samples from the softmax alone.
+    """
+    corrects = args.loss_config.needs_generation_logprobs or (
+        args.use_vllm and args.vllm_importance_sampling_correction
+    )
+    uncut = UNCUT_SAMPLING | {"temperature": (args.temperature,)}
+    asked = {name: getattr(args, name) for name in uncut} | (args.generation_kwargs or {})  # which win, as in TRL
+    cut = [f"{name}={asked[name]}" for name in uncut if asked[name] not in uncut[name]]
+    if not corrects or not cut:
+        return None
+    return (
+        f"{', '.join(cut)} with an importance correction: the engine renormalises its log-probabilities over what is "
+        "left, the trainer's are of the whole softmax at `temperature`. Then exp(prev - gen) is not 1 even where the "
+        "two agree, and the gradient is biased. Sample from the whole softmax (top_p=1.0, top_k=0, min_p=None, "
+        "repetition_penalty=1.0), or switch the correction off."
+    )
 
 
 def _beside(args: GRPOExtConfig) -> list[str]:

@@ -321,7 +321,8 @@ def _check_batch(config: ClippedPGLossConfig, logprobs: Tensor, batch: Mapping[s
     if config.needs_generation_logprobs:
         needed["generation_logprobs"] = (
             "for use_importance_sampling_correction or use_on_policy_kl_approximation; they come from the engine that "
-            "sampled (vLLM, a rollout_func)"
+            "sampled: set use_vllm=True, or return the log-probability of every sampled token as `logprobs` from the "
+            "rollout_func"
         )
     for key, why in needed.items():
         if batch.get(key) is None:

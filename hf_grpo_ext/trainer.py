@@ -16,6 +16,7 @@ The seams, and what each one changes:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
@@ -32,7 +33,7 @@ from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow, reward_metrics
 from .entropy import adapted_entropy_coef
-from .explain import explain
+from .explain import explain, warning_of_cut_sampling
 from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import constant_length_scale, loss_token_mask, plan_micro_batches, valid_counts
@@ -151,6 +152,8 @@ class GRPOExtTrainer(GRPOTrainer):
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
         _check_trainable(self.model)
+        if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
+            warnings.warn(advice, stacklevel=2)
         if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
             self.add_callback(StopBrokenRun())
 

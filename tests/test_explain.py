@@ -77,7 +77,11 @@ CORRECTED = {"use_importance_sampling_correction": True}
         ({"loss_fn": "rloo", "num_iterations": 4}, "nothing corrects for the policy"),
         ({"num_generations": 2}, "Leave-one-out with two generations"),
         ({"loss_fn": CORRECTED, "top_p": 0.9}, "renormalises its log-probabilities"),
-        ({"loss_fn": CORRECTED, "top_k": 20}, "renormalises its log-probabilities"),
+        ({"loss_fn": CORRECTED, "top_k": 20}, "top_k=20 with an importance correction"),
+        ({"loss_fn": CORRECTED, "min_p": 0.1, "repetition_penalty": 1.1}, "min_p=0.1, repetition_penalty=1.1 with"),
+        ({"loss_fn": CORRECTED, "generation_kwargs": {"top_p": 0.9}}, "top_p=0.9 with an importance correction"),
+        ({"loss_fn": CORRECTED, "generation_kwargs": {"temperature": 0.7}}, "temperature=0.7 with"),
+        ({"use_vllm": True, "top_p": 0.9}, "top_p=0.9 with an importance correction"),
         ({"beta": 0.1}, "dropout"),
     ],
 )
@@ -87,7 +91,16 @@ def test_warnings_of_experience(fields: dict[str, Any], text: str) -> None:
 
 
 def test_a_sound_configuration_has_no_warning() -> None:
-    for fields in ({}, {"loss_fn": "gspo"}, {"loss_fn": "cispo"}, {"beta": 0.1, "disable_dropout": True}):
+    sound: list[dict[str, Any]] = [
+        {},
+        {"loss_fn": "gspo"},
+        {"loss_fn": "cispo"},
+        {"beta": 0.1, "disable_dropout": True},
+        {"top_p": 0.9},  # nothing is corrected
+        {"loss_fn": CORRECTED, "temperature": 0.7},  # which the trainer knows
+        {"loss_fn": CORRECTED, "top_k": -1, "generation_kwargs": {"top_p": 1.0}},
+    ]
+    for fields in sound:
         assert warnings_of_experience(config(**fields)) == []
     assert warnings_of_experience(config(beta=0.1), has_dropout=False) == []
 
