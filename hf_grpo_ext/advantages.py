@@ -107,10 +107,10 @@ def normalized_advantage(
     baseline, std = group_baseline_and_std(rewards, group_ids, leave_one_out=leave_one_out, resolution=resolution)
     advantage = rewards - baseline
     if resolution is not None:
-        advantage = torch.where(advantage.abs() <= resolution, torch.zeros_like(advantage), advantage)
+        advantage = torch.where(advantage.abs() <= resolution, 0, advantage)
     if normalize:
         advantage = torch.where(std > 0, advantage / (std + NORMALIZE_EPSILON), advantage)
-    return torch.where(advantage.isnan(), torch.zeros_like(advantage), advantage)
+    return advantage.nan_to_num(0.0)
 
 
 def each_component(table: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
@@ -160,11 +160,11 @@ def whiten_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """Whitening over tokens, `(x - mean) * rsqrt(max(var, 1e-8))` with the biased variance; zeros if no token is valid.
 
     Args:
-        values: `[N, T]`.
+        values: `[N, T]`, or `[N, 1]` for one value that all tokens of a row have.
         mask: `[N, T]` bool.
 
     Returns:
-        `[N, T]`; masked positions are scaled by the same mean and variance, and are of no meaning.
+        The shape of `values`; masked positions are scaled by the same mean and variance, and are of no meaning.
 
     Source:
         REINFORCE++, arXiv:2501.03262.
@@ -172,17 +172,22 @@ def whiten_tokens(values: Tensor, mask: Tensor) -> Tensor:
     Example:
         >>> whiten_tokens(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])).tolist()
         [[-1.0, 1.0]]
+        >>> whiten_tokens(torch.tensor([[1.0], [4.0]]), torch.tensor([[True, True], [True, False]])).tolist()
+        [[-0.7071067690849304], [1.4142135381698608]]
     """
     if not values.numel():
         return torch.zeros_like(values)
-    count = mask.sum().clamp(min=1)
+    tokens = mask if values.shape == mask.shape else mask.sum(-1, keepdim=True)  # how many have the value
+    valid = tokens > 0
     # Masked positions take a value that counts, so that the extremes are those of the valid ones.
-    some = values.flatten()[mask.flatten().long().argmax()]
-    low, high = torch.aminmax(torch.where(mask, values, some))
-    centered = values - masked_sum(values, mask) / count
-    variance = masked_sum(centered.square(), mask) / count
-    whitened = centered * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
-    return torch.where(mask.any() & (low < high), whitened, 0)
+    some = values.flatten()[valid.flatten().long().argmax()]
+    filled = torch.where(valid, values, some)
+    low, high = torch.aminmax(filled)
+    count = tokens.sum().clamp(min=1)
+    mean = (filled * tokens).sum() / count
+    variance = ((filled - mean).square() * tokens).sum() / count
+    whitened = (values - mean) * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
+    return torch.where(valid.any() & (low < high), whitened, 0)
 
 
 class AdvantageEstimator:
@@ -419,13 +424,14 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
     ) -> Tensor:
         rewards, resolution = weighted_sum(table, weights)
+        counts = ~rewards.isnan()
         if self.config.minus_baseline:
             rewards = normalized_advantage(
                 rewards, group_ids, leave_one_out=False, normalize=False, resolution=resolution
             )
-        advantages = rewards[:, None].expand_as(mask)
-        advantages = whiten_tokens(advantages if kl is None else advantages - kl, mask)
-        return torch.where(mask.any(-1, keepdim=True), advantages, torch.zeros_like(advantages))
+        values = rewards[:, None] if kl is None else rewards[:, None] - kl
+        advantages = torch.where(counts[:, None], whiten_tokens(values, mask), 0)
+        return advantages.expand_as(mask).contiguous()
 
     def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
         components = _absent_as_zero(table)
@@ -470,7 +476,8 @@ def _reward_table(rewards: Mapping[str, Tensor], group_ids: Tensor, mask: Tensor
                 f"reward component {name!r} has shape {list(column.shape)}: it must have the shape of group_ids, "
                 f"{list(group_ids.shape)}."
             )
-    table = torch.stack([column.detach() for column in rewards.values()], dim=-1)
+    # One component after the other in memory, which is the faster way to reduce over them.
+    table = torch.stack([column.detach() for column in rewards.values()]).T
     return list(rewards), table.to(torch.promote_types(table.dtype, torch.float32))
 
 

@@ -13,9 +13,6 @@ def group_rows(group_ids: Tensor) -> Tensor:
         >>> group_rows(torch.tensor([7, 3, 7])).tolist()
         [[1, -1], [0, 2]]
     """
-    ids, sizes = torch.unique_consecutive(group_ids, return_counts=True)
-    if len(ids) and bool((sizes == sizes[0]).all()) and len(torch.unique(ids)) == len(ids):
-        return torch.arange(len(group_ids), device=group_ids.device).view(len(ids), -1)  # in blocks of one size
     _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     order = torch.argsort(group, stable=True)
     rank = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[group[order]]
@@ -24,20 +21,36 @@ def group_rows(group_ids: Tensor) -> Tensor:
     return rows
 
 
-def _members(values: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(rows, values of the rows, whether each votes)`, each `[P, G]`, G >= 2; padding and NaN do not vote."""
-    rows = group_rows(group_ids)
-    if rows.shape[1] < 2:  # so that there is a second largest
-        rows = torch.nn.functional.pad(rows, (0, 2 - rows.shape[1]), value=-1)
-    members = values[rows]
-    return rows, members, (rows >= 0) & ~members.isnan()
+class _Layout:
+    """From rows to groups and back: `[N] <-> [P, G]`, G >= 2, padded where groups differ in size.
 
+    Groups that follow one another in blocks of one size and by number, as a trainer has them, are a view.
+    """
 
-def _by_row(grouped: Tensor, rows: Tensor, count: int) -> Tensor:
-    """From the layout of the groups back to the rows: `[P, G] -> [N]`."""
-    out = grouped.new_empty(count + 1)
-    out[rows] = grouped  # the padding, -1, goes to the end
-    return out[:count]
+    def __init__(self, group_ids: Tensor) -> None:
+        self.count = len(group_ids)
+        ids, sizes = torch.unique_consecutive(group_ids, return_counts=True)
+        self.size = self.count // max(1, len(ids))
+        blocks = self.size >= 2 and bool((sizes == self.size).all() & (ids[1:] > ids[:-1]).all())
+        self.rows = None if blocks else group_rows(group_ids)
+        if self.rows is not None and self.rows.shape[1] < 2:  # so that there is a second largest
+            self.rows = torch.nn.functional.pad(self.rows, (0, 2 - self.rows.shape[1]), value=-1)
+
+    def take(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """`(values of the rows, whether each votes)`, each `[P, G]`; padding and NaN do not vote."""
+        if self.rows is None:
+            members = values.view(-1, self.size)
+            return members, ~members.isnan()
+        members = values[self.rows]
+        return members, (self.rows >= 0) & ~members.isnan()
+
+    def put(self, grouped: Tensor) -> Tensor:
+        """`[P, G]`, or what expands to it, to `[N]`."""
+        if self.rows is None:
+            return grouped.expand(-1, self.size).reshape(-1)
+        out = grouped.new_empty(self.count + 1)
+        out[self.rows] = grouped.expand_as(self.rows)  # the padding, -1, goes to the end
+        return out[: self.count]
 
 
 def group_baseline_and_std(
@@ -75,7 +88,8 @@ def group_baseline_and_std(
         >>> b.tolist(), s[0].item()
         ([0.0, 0.5, 0.5], 0.0)
     """
-    rows, members, votes = _members(values, group_ids)
+    layout = _Layout(group_ids)
+    members, votes = layout.take(values.contiguous())
     ordered = members.masked_fill(~votes, torch.inf).sort(-1).values
     voters = votes.sum(-1, keepdim=True)
     places = torch.cat([(voters - 1) // 2, voters - 2, voters - 1], dim=-1).clamp(min=0)
@@ -89,7 +103,7 @@ def group_baseline_and_std(
         count = voters - votes.long()
         highest = torch.where(members == highest, second, highest)
         lowest = torch.where(members == lowest, second_lowest, lowest)
-        others = 1 - torch.eye(rows.shape[1], dtype=values.dtype, device=values.device)
+        others = 1 - torch.eye(members.shape[1], dtype=values.dtype, device=values.device)
         total = (deviation[:, None, :] * others).sum(-1)
         squares = (deviation.square()[:, None, :] * others).sum(-1)
     else:
@@ -97,18 +111,18 @@ def group_baseline_and_std(
         total, squares = deviation.sum(-1, keepdim=True), deviation.square().sum(-1, keepdim=True)
 
     shift = total / count
-    varies = highest - lowest > _group_resolution(values, rows, votes, resolution)[:, None]
+    varies = highest - lowest > _group_resolution(layout, votes, resolution)
     baseline = torch.where(varies | (count == 0), middle + shift, highest)
     variance = (squares - total * shift).clamp(min=0) / (count - 1).clamp(min=1)
     std = torch.where(varies, variance.sqrt(), 0)
-    return _by_row(baseline.expand_as(members), rows, len(values)), _by_row(std.expand_as(members), rows, len(values))
+    return layout.put(baseline), layout.put(std)
 
 
-def _group_resolution(values: Tensor, rows: Tensor, votes: Tensor, resolution: Tensor | None) -> Tensor:
-    """The largest resolution among the voters of each group, `[P]`."""
+def _group_resolution(layout: _Layout, votes: Tensor, resolution: Tensor | None) -> Tensor | float:
+    """The largest resolution among the voters of each group, `[P, 1]`."""
     if resolution is None:
-        return values.new_zeros(rows.shape[0])
-    return resolution[rows].masked_fill(~votes, 0).amax(-1)
+        return 0.0
+    return layout.take(resolution)[0].masked_fill(~votes, 0).amax(-1, keepdim=True)
 
 
 def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | None = None) -> Tensor:
@@ -118,7 +132,8 @@ def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | Non
         >>> group_has_signal(torch.tensor([0.45, 0.45, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])).tolist()
         [False, False, True, True]
     """
-    rows, members, votes = _members(values, group_ids)
-    spread = members.masked_fill(~votes, -torch.inf).amax(-1) - members.masked_fill(~votes, torch.inf).amin(-1)
-    varies = spread > _group_resolution(values, rows, votes, resolution)
-    return _by_row(varies[:, None].expand_as(rows), rows, len(values))
+    layout = _Layout(group_ids)
+    members, votes = layout.take(values.contiguous())
+    highest = members.masked_fill(~votes, -torch.inf).amax(-1, keepdim=True)
+    lowest = members.masked_fill(~votes, torch.inf).amin(-1, keepdim=True)
+    return layout.put(highest - lowest > _group_resolution(layout, votes, resolution))
