@@ -90,6 +90,16 @@ class GRPOExtConfig(GRPOConfig):
             that the other keys change), the same as a JSON string, or a `ClippedPGLossConfig`.
         advantage_clip_low: lower clamp of the advantages, the last step of every estimator.
         advantage_clip_high: upper clamp.
+        use_dynamic_sampling: drop groups whose rewards do not differ, and draw new prompts until the generation batch is
+            full of groups that do (DAPO, arXiv:2503.14476). The new prompts come from a stream of their own over the
+            data set.
+        dynamic_sampling_max_gen_batches: at most so many rounds for one generation batch.
+        dynamic_sampling_on_exhaustion: what to do when the rounds are spent and groups are missing: "train" (fill up
+            with groups without signal, warn once) or "raise".
+        batch_multiplier: draw so many times more prompts at once than a full batch needs, at least 1; what is more than
+            needed is dropped. Needs `use_dynamic_sampling`.
+        seq_logprob_error_threshold: a rollout on whose tokens the engine that sampled and the one that trains disagree
+            by more than this factor (the mean of exp|gen - prev|) neither votes nor trains; above 1. `None` for none.
         shared_prompt_forward: "auto", `True` or `False`: compute a prompt once for all of its completions in a
             micro-batch, and no padding. The log-probabilities and the gradient are the same up to rounding. "auto" does
             it where the model can and it pays; `True` is an error where the model cannot.
@@ -128,6 +138,31 @@ class GRPOExtConfig(GRPOConfig):
     )
     advantage_clip_low: float | None = field(default=None, metadata={"help": "Lower clamp of the advantages."})
     advantage_clip_high: float | None = field(default=None, metadata={"help": "Upper clamp of the advantages."})
+    use_dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Draw new prompts until the generation batch is full of groups whose rewards differ."},
+    )
+    dynamic_sampling_max_gen_batches: int = field(
+        default=10, metadata={"help": "Rounds of dynamic sampling for one generation batch, at most."}
+    )
+    dynamic_sampling_on_exhaustion: str = field(
+        default="train",
+        metadata={
+            "help": "When the rounds are spent: 'train' on what there is, filled up with groups without signal, or "
+            "'raise'."
+        },
+    )
+    batch_multiplier: float = field(
+        default=1.0,
+        metadata={"help": "Draw so many times more prompts at once than a full batch needs (dynamic sampling)."},
+    )
+    seq_logprob_error_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out rollouts whose mean of exp|gen - prev| over their tokens, between the engine that "
+            "sampled and the one that trains, is above this."
+        },
+    )
     if TYPE_CHECKING:
         shared_prompt_forward: bool | str = "auto"
     else:
@@ -188,6 +223,7 @@ class GRPOExtConfig(GRPOConfig):
         self.loss_fn = _resolve_loss(self)
         get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
         _check_updates_per_rollout(self)
+        _check_dynamic_sampling(self)
         self.resolved = {name: getattr(self, name) for name in RESOLVED_FIELDS}
 
     def check_unchanged(self) -> None:
@@ -225,6 +261,30 @@ class GRPOExtConfig(GRPOConfig):
         for name in ("adv_estimator", "loss_fn"):
             plain[name] = dataclasses.asdict(plain[name])
         return plain
+
+
+def _check_dynamic_sampling(args: GRPOExtConfig) -> None:
+    if args.dynamic_sampling_max_gen_batches < 1:
+        raise ValueError(
+            f"dynamic_sampling_max_gen_batches={args.dynamic_sampling_max_gen_batches}: at least one round is drawn."
+        )
+    if args.dynamic_sampling_on_exhaustion not in ("train", "raise"):
+        raise ValueError(
+            f"dynamic_sampling_on_exhaustion={args.dynamic_sampling_on_exhaustion!r}: it must be 'train' or 'raise'."
+        )
+    if not 1 <= args.batch_multiplier < math.inf:
+        raise ValueError(f"batch_multiplier={args.batch_multiplier}: it must be at least 1, a round fills a batch.")
+    if args.batch_multiplier != 1 and not args.use_dynamic_sampling:
+        raise ValueError(
+            f"batch_multiplier={args.batch_multiplier} without use_dynamic_sampling: rollouts beyond a batch would be "
+            "generated and thrown away. Set use_dynamic_sampling=True, or leave batch_multiplier at 1."
+        )
+    threshold = args.seq_logprob_error_threshold
+    if threshold is not None and not threshold > 1:
+        raise ValueError(
+            f"seq_logprob_error_threshold={threshold}: it is compared with a mean of exp|gen - prev|, which is 1 where "
+            "the engines agree, so it must be above 1 (or None)."
+        )
 
 
 def _read_shared_prompt_forward(value: Any) -> bool | str:

@@ -188,3 +188,46 @@ def reward_metrics(columns: Mapping[str, Tensor], group_ids: Tensor, component_a
             for a, b in combinations(sorted(columns), 2)
         }
     return {name: value.item() for name, value in values.items() if not value.isnan()}
+
+
+def sequence_logprob_error(prev: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
+    """How far two engines disagree on a row: the mean over its tokens of `exp|gen - prev|`, a factor, at least 1.
+
+    Unlike a geometric mean of the ratios, errors of opposite sign do not cancel: +0.5 and -0.5 nats give 1.65.
+
+    Args:
+        prev: log-probabilities by the engine that trains, `[B, T]`, nats.
+        generation: those by the engine that sampled; NaN where it has none, which is no evidence.
+        mask: `[B, T]`.
+
+    Returns:
+        `[B]`; 1 for a row without tokens.
+
+    Example:
+        >>> prev, gen = torch.zeros(1, 2), torch.tensor([[0.5, -0.5]])
+        >>> round(sequence_logprob_error(prev, gen, torch.ones(1, 2)).item(), 2)
+        1.65
+    """
+    known = mask.bool() & generation.isfinite() & prev.isfinite()
+    error = torch.where(known, (generation - prev).abs(), 0).exp()
+    count = known.sum(-1)
+    mean = masked_mean(error, known, count, dim=-1)
+    return torch.where(count > 0, mean, 1.0)
+
+
+def mismatch_metrics(error: Tensor, counts: Tensor, agree: Tensor) -> dict[str, float]:
+    """What is logged of `seq_logprob_error_threshold`: the error before and after, and how many rows it left out.
+
+    Args:
+        error: `[N]`, from `sequence_logprob_error`, of all processes.
+        counts: `[N]` bool, rows that count before.
+        agree: `[N]` bool, rows that count after.
+    """
+    metrics = {"seq_logprob_error/masked_rows": float((counts & ~agree).sum())}
+    for when, rows in (("before", counts), ("after", agree)):
+        values = error[rows]
+        if len(values):
+            metrics |= {
+                f"seq_logprob_error/{when}_{name}": float(getattr(values, name)()) for name in ("max", "mean", "min")
+            }
+    return metrics

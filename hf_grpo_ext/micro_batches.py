@@ -103,7 +103,7 @@ def plan_micro_batches(
     Returns:
         As many micro-batches.
     """
-    rows = _concatenate(batches)
+    rows = concatenate_rows(batches)
     signal, number, prompts, lengths = _on_host(rows)
     kept = [row for row, keep in enumerate(signal) if keep or not skip_silent_rows]
     # A micro-batch needs a row: the shortest of those that were left out.
@@ -126,7 +126,7 @@ def plan_micro_batches(
     def width(used: list[int], members: list[int]) -> int:
         return -(-max(1, *(used[row] for row in members)) // step) * step
 
-    return [_take(rows, members, width(prompts, members), width(lengths, members)) for members in plan]
+    return [take_rows(rows, members, width(prompts, members), width(lengths, members)) for members in plan]
 
 
 def _on_host(rows: Mapping[str, Tensor]) -> list[list[int]]:
@@ -167,7 +167,7 @@ def _spread_groups(
     return plan
 
 
-def _concatenate(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def concatenate_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One batch of all rows, padded to one width."""
     prompt_width = max(batch["prompt_ids"].shape[1] for batch in batches)
     width = max(batch["completion_ids"].shape[1] for batch in batches)
@@ -189,8 +189,11 @@ def _per_token(values: Tensor, batch: Mapping[str, Any]) -> bool:
     return values.dim() == 2 and values.shape[1] == batch["completion_ids"].shape[1] > 1
 
 
-def _take(rows: dict[str, Any], members: list[int], prompt_width: int, width: int) -> dict[str, Any]:
-    """Some of the rows, trimmed to these widths."""
+def take_rows(
+    rows: Mapping[str, Any], members: list[int], prompt_width: int | None = None, width: int | None = None
+) -> dict[str, Any]:
+    """Some of the rows, trimmed to these widths of the prompts and the completions."""
+    prompt_width = prompt_width or rows["prompt_ids"].shape[1]
     index = torch.tensor(members, device=rows["completion_ids"].device)
     batch = {}
     for key, value in rows.items():

@@ -23,6 +23,10 @@ FIELDS = {
     "grpo.advantage_clip_low": "advantage_clip_low",
     "grpo.advantage_clip_high": "advantage_clip_high",
     "grpo.reward_weights": "reward_weights",
+    "grpo.use_dynamic_sampling": "use_dynamic_sampling",
+    "grpo.dynamic_sampling_max_gen_batches": "dynamic_sampling_max_gen_batches",
+    "grpo.batch_multiplier": "batch_multiplier",
+    "grpo.seq_logprob_error_threshold": "seq_logprob_error_threshold",
     "policy.max_grad_norm": "max_grad_norm",
     "policy.optimizer.kwargs.lr": "learning_rate",
     "policy.optimizer.kwargs.weight_decay": "weight_decay",
@@ -39,13 +43,9 @@ READ = {
     "grpo.adv_estimator",
     "grpo.normalize_rewards",
     "grpo.use_leave_one_out_baseline",
-    "grpo.batch_multiplier",
 }
 # What would change the objective if it were left out, with the value that leaves it off.
 OFF = {
-    "grpo.use_dynamic_sampling": False,
-    "grpo.batch_multiplier": 1,
-    "grpo.seq_logprob_error_threshold": None,
     "grpo.reward_shaping.enabled": False,
     "grpo.reward_scaling.enabled": False,
     "grpo.async_grpo.enabled": False,

@@ -17,6 +17,9 @@ The seams, and what each one changes:
 from __future__ import annotations
 
 import warnings
+import math
+import warnings
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
@@ -36,7 +39,16 @@ from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
 from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
-from .micro_batches import constant_length_scale, loss_token_mask, plan_micro_batches, valid_counts
+from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
+from .micro_batches import (
+    PROMPT_KEYS,
+    concatenate_rows,
+    constant_length_scale,
+    loss_token_mask,
+    plan_micro_batches,
+    take_rows,
+    valid_counts,
+)
 from .packing import PackedRows, pack_rows
 from .prefill import prefill_once
 from .reductions import masked_mean, masked_sum
@@ -239,33 +251,64 @@ class GRPOExtTrainer(GRPOTrainer):
     # Advantages
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        token_mask = loss_token_mask(batch)
-        batch["sample_mask"] = token_mask.any(-1)
-        if self.args.loss_config.use_kl_in_reward and "old_per_token_logps" not in batch:
-            size = (
-                self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-            )
-            with torch.no_grad():
-                batch["old_per_token_logps"] = self._forward(self.model, batch, batch_size=size)[0]
-
+        if self.args.use_dynamic_sampling and self.model.training:
+            batch = self._draw_until_full(inputs)
+        else:
+            batch = self._scored(inputs)
+        token_mask = loss_token_mask(batch) & batch["sample_mask"][:, None]
         columns = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
         group_ids = torch.arange(len(self._reward_table), device=token_mask.device) // self._group_size
         everywhere = self._gathered_for_advantages(batch, token_mask)
         advantages = self.adv_estimator.compute_advantage(
-            group_ids,
-            columns,
-            reward_weights=dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)),
-            **everywhere,
+            group_ids, columns, reward_weights=self._weight_of_component, **everywhere
         )
 
-        rows = len(token_mask)
-        mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+        mine = self._local_rows(len(token_mask))
         batch["advantages"] = advantages[mine] if advantages.dim() == 1 else advantages[mine, : token_mask.shape[1]]
         for name, column in columns.items():
             batch[f"{COMPONENT_PREFIX}{name}"] = column[mine]
         self._log_advantages(advantages, everywhere["mask"], columns, group_ids)
         return batch
+
+    def _scored(self, inputs: Any) -> dict[str, Any]:
+        """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        batch["sample_mask"] = loss_token_mask(batch).any(-1)
+        threshold = self.args.seq_logprob_error_threshold
+        needs_prev = self.args.loss_config.use_kl_in_reward or threshold is not None
+        if needs_prev and "old_per_token_logps" not in batch:
+            size = (
+                self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+            )
+            with torch.no_grad():
+                batch["old_per_token_logps"] = self._forward(self.model, batch, batch_size=size)[0]
+        if threshold is not None and self.model.training:
+            batch["sample_mask"] = self._rows_that_agree(batch, threshold)
+        return batch
+
+    def _rows_that_agree(self, batch: dict[str, Any], threshold: float) -> Tensor:
+        """Rows on which the engine that sampled and ours agree; logs how far they do not."""
+        generation = batch.get("sampling_per_token_logps")
+        if generation is None:
+            raise ValueError(
+                f"seq_logprob_error_threshold={threshold}, but the rollouts carry no log-probabilities of the engine "
+                "that sampled. vLLM gives them; a rollout_func must return them as `logprobs`."
+            )
+        counts: Tensor = batch["sample_mask"]
+        error = sequence_logprob_error(batch["old_per_token_logps"], generation, loss_token_mask(batch))
+        agree = counts & (error <= threshold)
+        table = self.accelerator.gather(torch.stack([error, counts.float(), agree.float()], dim=-1))
+        for name, value in mismatch_metrics(table[:, 0], table[:, 1].bool(), table[:, 2].bool()).items():
+            self._metrics[self._mode][name].append(value)
+        return agree
+
+    @property
+    def _weight_of_component(self) -> dict[str, float]:
+        return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+
+    def _local_rows(self, rows: int) -> slice:
+        """Which of the rows of all processes, `rows` on each, are ours."""
+        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
 
     def _gathered_for_advantages(self, batch: dict[str, Any], token_mask: Tensor) -> dict[str, Tensor]:
         """What the estimator reads of all processes: the mask, and the log-probabilities if the KL is in the reward."""
@@ -276,10 +319,112 @@ class GRPOExtTrainer(GRPOTrainer):
             local["logprobs_reference"] = batch["ref_per_token_logps"]
         elif not self.adv_estimator.token_level:
             local["mask"] = local["mask"].amax(-1, keepdim=True)
-        return {
-            key: self.accelerator.gather(self.accelerator.pad_across_processes(value.contiguous(), dim=1))
-            for key, value in local.items()
-        }
+        return {key: self._gathered_rows(key, value) for key, value in local.items()}
+
+    def _gathered_rows(self, key: str, values: Tensor) -> Tensor:
+        """Rows of all processes, padded to one width on the side where this key has its padding."""
+        if values.dim() > 1:
+            values = self.accelerator.pad_across_processes(values.contiguous(), dim=1, pad_first=key in PROMPT_KEYS)
+        gathered: Tensor = self.accelerator.gather(values.contiguous())
+        return gathered
+
+    # Dynamic sampling
+
+    def _draw_until_full(self, inputs: list[Any]) -> dict[str, Any]:
+        """A batch of groups that all have signal, drawn in rounds; the same groups on every process."""
+        processes, size = self.accelerator.num_processes, self._group_size
+        rounds = Rounds(
+            needed=len(inputs) * processes // size,
+            max_rounds=self.args.dynamic_sampling_max_gen_batches,
+            multiplier=self.args.batch_multiplier,
+            whole=processes // math.gcd(processes, size),
+        )
+        pool: dict[str, Any] = {}  # the rows of the groups that are chosen so far, of all processes
+        columns: dict[str, Tensor] = {}
+        # TRL's table of completions holds one batch: one without a limit takes the rounds.
+        logs, self._logs = self._logs, _without_limit(self._logs)
+        try:
+            while rounds.goes_on:
+                table = self._global_rows(self._scored(self._inputs_of_round(inputs, rounds)))
+                drawn = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
+                votes = (loss_token_mask(table) & table["sample_mask"][:, None]).any(-1)
+                rounds.record(self._groups_with_signal(votes, drawn))
+                rows = [group * size + i for group in rounds.take() for i in range(size)]
+                pool = take_rows(concatenate_rows([pool, table]) if pool else table, rows)
+                columns = joined_columns(columns, drawn, rows)
+        finally:
+            collected, self._logs = self._logs, logs
+        self._end_rounds(rounds, collected)
+
+        self.reward_func_names = list(columns)
+        self._reward_table = torch.stack(list(columns.values()), dim=-1)
+        mine = self._local_rows(len(inputs))
+        return {key: value[mine] if value.dim() else value for key, value in pool.items()}
+
+    def _groups_with_signal(self, votes: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """Whether each group has signal; a row that is masked has no say."""
+        return groups_with_signal(
+            {name: column.masked_fill(~votes, torch.nan) for name, column in columns.items()},
+            self._weight_of_component,
+            self._group_size,
+            per_component=self.args.adv_estimator_config.name == "gdpo",
+        )
+
+    def _end_rounds(self, rounds: Rounds, collected: dict[str, Any]) -> None:
+        """Logs what was drawn and the completions that train; warns, or raises, where groups are missing."""
+        size, log = self._group_size, self._metrics[self._mode]
+        rows = [group * size + i for group in rounds.chosen() for i in range(size)]
+        self._align_log_columns(list(collected["rewards"]))
+        for column, values in _log_columns(self._logs, collected):
+            column.extend([values[row] for row in rows] if len(values) == rounds.drawn * size else values)
+        # One value a batch, of all that was drawn, where each round has left its own.
+        log["frac_reward_zero_std"][-rounds.count :] = [1 - len(rounds.kept) / rounds.drawn]
+        for name, value in rounds.metrics().items():
+            log[name].append(value)
+        if not rounds.missing:
+            return
+        problem = (
+            f"Dynamic sampling drew {rounds.drawn} groups in {rounds.count} rounds, and the rewards differ in "
+            f"{len(rounds.kept)} of them, where {rounds.needed} are needed."
+        )
+        remedy = (
+            "Use prompts that the model sometimes solves, a reward with more levels, a higher temperature or more "
+            "num_generations, or raise dynamic_sampling_max_gen_batches"
+        )
+        if self.args.dynamic_sampling_on_exhaustion == "raise":
+            raise ValueError(f"{problem} {remedy}; dynamic_sampling_on_exhaustion='train' goes on without.")
+        if not self._warned_of_exhaustion:
+            self._warned_of_exhaustion = True
+            warnings.warn(
+                f"{problem} The batch is filled up with groups that teach nothing. {remedy}. This is said once; "
+                "dynamic_sampling/frac_rows_with_signal is logged.",
+                stacklevel=2,
+            )
+
+    def _inputs_of_round(self, inputs: list[Any], rounds: Rounds) -> list[Any]:
+        """The examples of this process: those of the data loader first, then prompts of the stream."""
+        extra = rounds.next_size() - (0 if rounds.count else rounds.needed)
+        prompts = self._prompt_stream.take(extra)
+        if rounds.count == 0 and not prompts:
+            return inputs
+        examples: list[Any] = [] if rounds.count else list(gather_object(inputs))
+        indices = [index for index in prompts for _ in range(self._group_size)]
+        rows = len(examples) + len(indices)
+        mine = self._local_rows(rows // self.accelerator.num_processes)
+        # An example of its own for each row, since TRL writes into it.
+        return [
+            examples[row] if row < len(examples) else dict(self._stream_dataset[indices[row - len(examples)]])
+            for row in range(rows)[mine]
+        ]
+
+    def _global_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if set(MODEL_INPUTS) & set(batch):
+            raise ValueError(
+                "use_dynamic_sampling=True with images or token types: the rows of a batch are moved between processes, "
+                "and these inputs do not lie by rows. Set use_dynamic_sampling=False."
+            )
+        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key != "advantages"}
+        return {key: self._gathered_rows(key, value) if value.dim() else value for key, value in tensors.items()}
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
         """Puts what trained in the place of what TRL logged."""
@@ -292,14 +437,11 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _log_signal(self, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
         """How many groups can teach something, and what each component says; the same on every process."""
-        table = self._reward_table.masked_fill(~mask.bool().any(-1, keepdim=True), torch.nan)  # a masked row has no say
-        if self.args.adv_estimator_config.name == "gdpo":  # any component that varies is signal
-            signal = torch.stack([group_has_signal(column, group_ids) for column in table.unbind(-1)]).any(0)
-        else:
-            totals, resolution = weighted_sum(table, self.reward_weights.to(mask.device))
-            signal = group_has_signal(totals, group_ids, resolution)
-        self._metrics[self._mode]["frac_reward_zero_std"][-1] = 1 - signal.float().mean().item()
-        weights = dict(zip(columns, self.reward_weights.tolist(), strict=True))
+        log = self._metrics[self._mode]
+        if not (self.args.use_dynamic_sampling and self.model.training):  # which has logged it, of all it drew
+            votes = mask.bool().any(-1)
+            log["frac_reward_zero_std"][-1] = 1 - self._groups_with_signal(votes, columns).float().mean().item()
+        weights = self._weight_of_component
         parts = self.adv_estimator.component_advantages(group_ids, columns, mask, reward_weights=weights)
         for name, value in reward_metrics(columns, group_ids, parts).items():
             self._metrics[self._mode][name].append(value)
@@ -572,6 +714,20 @@ def _with_components(function: Any, name: str) -> Any:
     if isinstance(function, nn.Module):
         return function
     return AsyncComponentReward(function, name) if is_async_callable(function) else ComponentReward(function, name)
+
+
+def _without_limit(logs: dict[str, Any]) -> dict[str, Any]:
+    """TRL's logged columns, empty and of any length."""
+    return {key: deque() if isinstance(value, deque) else defaultdict(deque) for key, value in logs.items()}
+
+
+def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Each column of `logs` with the one of the same name in `others`."""
+    for key, values in others.items():
+        if isinstance(values, dict):
+            yield from ((logs[key][name], column) for name, column in values.items())
+        else:
+            yield logs[key], values
 
 
 @contextmanager
