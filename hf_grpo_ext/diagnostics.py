@@ -111,12 +111,13 @@ def advantage_shares(component_advantages: Tensor) -> Tensor:
     undefined = terms.new_full((terms.shape[-1],), torch.nan)
     if not len(terms):
         return undefined
-    total, largest = terms.sum(-1), terms.abs().amax()
+    total = terms.sum(-1)
     # The sum of K terms, each from a few rounded operations: two components that cancel leave noise, no signal.
-    if total.amax() - total.amin() <= 16 * terms.shape[-1] * torch.finfo(component_advantages.dtype).eps * largest:
+    noise = 16 * terms.shape[-1] * torch.finfo(component_advantages.dtype).eps * terms.abs().amax()
+    if total.amax() - total.amin() <= noise:
         return undefined
-    terms, total = (terms - terms.mean(0)) / largest, (total - total.mean()) / largest  # so that no square vanishes
-    return (terms * total[:, None]).sum(0) / total.square().sum()
+    centred = total - total.mean()
+    return centred @ terms / centred.square().sum()
 
 
 def advantage_correlations(component_advantages: Tensor) -> Tensor:
@@ -138,14 +139,15 @@ def advantage_correlations(component_advantages: Tensor) -> Tensor:
     terms = _rows_that_count(component_advantages)
     if not len(terms):
         return terms.new_full((terms.shape[-1],) * 2, torch.nan)
-    spread = terms.amax(0) - terms.amin(0)
-    centred = (terms - terms.mean(0)) / spread.masked_fill(spread == 0, torch.nan)  # so that no square vanishes
+    constant = terms.amax(0) == terms.amin(0)
+    centred = (terms - terms.mean(0)).masked_fill(constant, torch.nan)
     products = centred.T @ centred
     squares = products.diagonal()
     return (products / (squares[:, None] * squares).sqrt()).clamp(-1, 1)
 
 
 def _rows_that_count(component_advantages: Tensor) -> Tensor:
+    # On the CPU in float64: one transfer, and no square of a float32 vanishes.
     terms = component_advantages.detach().cpu().double()
     return terms[~terms.isnan().any(-1)]
 
