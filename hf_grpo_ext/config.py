@@ -90,9 +90,9 @@ class GRPOExtConfig(GRPOConfig):
             that the other keys change), the same as a JSON string, or a `ClippedPGLossConfig`.
         advantage_clip_low: lower clamp of the advantages, the last step of every estimator.
         advantage_clip_high: upper clamp.
-        use_dynamic_sampling: drop groups whose rewards do not differ, and draw new prompts until the generation batch is
-            full of groups that do (DAPO, arXiv:2503.14476). The new prompts come from a stream of their own over the
-            data set.
+        use_dynamic_sampling: drop groups whose rewards do not differ, and draw new prompts until the generation batch
+            is full of groups that do (DAPO, arXiv:2503.14476). The new prompts come from a stream of their own over
+            the data set.
         dynamic_sampling_max_gen_batches: at most so many rounds for one generation batch.
         dynamic_sampling_on_exhaustion: what to do when the rounds are spent and groups are missing: "train" (fill up
             with groups without signal, warn once) or "raise".

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .grouping import group_has_signal
+from .reductions import masked_mean
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0),

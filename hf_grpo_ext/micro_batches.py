@@ -87,7 +87,7 @@ def plan_micro_batches(
 ) -> list[dict[str, Any]]:
     """Distributes the rows of an optimizer step anew, so that nothing is computed that the gradient does not need.
 
-    Rows without signal are left out, unless a micro-batch would have no row. With `share_prompts` the rows of one
+    Rows without signal are left out, unless a micro-batch would have no row; it then takes one that does not count. With `share_prompts` the rows of one
     prompt go together and the tokens are spread evenly; otherwise the rows are ordered by length. Each micro-batch is
     then trimmed to its own longest prompt and completion. Their number stays, so that every process runs as many
     forwards as the others, and none gets more rows than the largest had.
@@ -109,6 +109,8 @@ def plan_micro_batches(
     # A micro-batch needs a row: the shortest of those that were left out.
     spare = sorted(set(range(len(signal))) - set(kept), key=lambda row: (prompts[row] + lengths[row], row))
     kept += spare[: max(0, len(batches) - len(kept))]
+    if skip_silent_rows:  # such a row is computed for company, and counts as little as those that are not
+        rows["sample_mask"] = has_signal(rows)
 
     if share_prompts:
         groups: dict[int, list[int]] = {}

@@ -16,7 +16,6 @@ The seams, and what each one changes:
 
 from __future__ import annotations
 
-import warnings
 import math
 import warnings
 from collections import defaultdict, deque
@@ -32,14 +31,13 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .advantages import get_advantage_estimator
-from .callbacks import StopBrokenRun
+from .callbacks import KeepPromptStream, StopBrokenRun
 from .config import GRPOExtConfig
-from .diagnostics import MetricWindow, reward_metrics
+from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
+from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
 from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
-from .grouping import group_has_signal
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
-from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
 from .micro_batches import (
     PROMPT_KEYS,
     concatenate_rows,
@@ -58,7 +56,6 @@ from .rewards import (
     ComponentNames,
     ComponentReward,
     component_weights,
-    weighted_sum,
 )
 from .shared_prompt import draws_dropout, packed_log_probs, prepare_model, same_in_both_layouts, why_not_packed
 
@@ -92,6 +89,9 @@ MODEL_INPUTS = (
 
 # How many tokens and rows the loss of an optimizer step is divided by, and how many its metrics are averaged over.
 COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric_valid_seqs")
+
+# Logged of every step, also of one without a row that is computed.
+ROW_METRICS = ("num_valid_samples", "frac_rows_skipped", "entropy_coef")
 
 # Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
 WORTH_PACKING = 0.95
@@ -133,6 +133,7 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_weights: Tensor
     entropy_coef: float
     _step: int
+    _logs: dict[str, Any]
 
     def __init__(
         self,
@@ -152,10 +153,12 @@ class GRPOExtTrainer(GRPOTrainer):
             )
         args.check_unchanged()
         _check_dataset(train_dataset, args)
-        if args.loss_config.needs_generation_logprobs and not (args.use_vllm or kwargs.get("rollout_func")):
+        needs_engine = args.loss_config.needs_generation_logprobs or args.seq_logprob_error_threshold is not None
+        if needs_engine and not (args.use_vllm or kwargs.get("rollout_func")):
             raise ValueError(
-                "use_importance_sampling_correction or use_on_policy_kl_approximation needs the log-probabilities of "
-                "the engine that sampled. Set use_vllm=True, or pass a rollout_func that returns its `logprobs`."
+                "use_importance_sampling_correction, use_on_policy_kl_approximation or seq_logprob_error_threshold "
+                "needs the log-probabilities of the engine that sampled. Set use_vllm=True, or pass a rollout_func "
+                "that returns its `logprobs`."
             )
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
@@ -184,6 +187,10 @@ class GRPOExtTrainer(GRPOTrainer):
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
         self._metric_window = MetricWindow()
+        self._warned_of_exhaustion = False
+        if args.use_dynamic_sampling:
+            self._prompt_stream = PromptStream(size=len(self.train_dataset), seed=args.seed)
+            self.add_callback(KeepPromptStream(self._prompt_stream))
         self._draws_dropout = draws_dropout(self.model)
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
@@ -296,7 +303,7 @@ class GRPOExtTrainer(GRPOTrainer):
             )
         counts: Tensor = batch["sample_mask"]
         error = sequence_logprob_error(batch["old_per_token_logps"], generation, loss_token_mask(batch))
-        agree = counts & (error <= threshold)
+        agree: Tensor = counts & (error <= threshold)
         table = self.accelerator.gather(torch.stack([error, counts.float(), agree.float()], dim=-1))
         for name, value in mismatch_metrics(table[:, 0], table[:, 1].bool(), table[:, 2].bool()).items():
             self._metrics[self._mode][name].append(value)
@@ -356,8 +363,8 @@ class GRPOExtTrainer(GRPOTrainer):
             collected, self._logs = self._logs, logs
         self._end_rounds(rounds, collected)
 
-        self.reward_func_names = list(columns)
-        self._reward_table = torch.stack(list(columns.values()), dim=-1)
+        absent = self._reward_table.new_full((len(rounds.chosen()) * size,), torch.nan)
+        self._reward_table = torch.stack([columns.get(name, absent) for name in self.reward_func_names], dim=-1)
         mine = self._local_rows(len(inputs))
         return {key: value[mine] if value.dim() else value for key, value in pool.items()}
 
@@ -413,15 +420,15 @@ class GRPOExtTrainer(GRPOTrainer):
         mine = self._local_rows(rows // self.accelerator.num_processes)
         # An example of its own for each row, since TRL writes into it.
         return [
-            examples[row] if row < len(examples) else dict(self._stream_dataset[indices[row - len(examples)]])
+            examples[row] if row < len(examples) else dict(self.train_dataset[indices[row - len(examples)]])
             for row in range(rows)[mine]
         ]
 
     def _global_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         if set(MODEL_INPUTS) & set(batch):
             raise ValueError(
-                "use_dynamic_sampling=True with images or token types: the rows of a batch are moved between processes, "
-                "and these inputs do not lie by rows. Set use_dynamic_sampling=False."
+                "use_dynamic_sampling=True with images or token types: the rows of a batch are moved between "
+                "processes, and these inputs do not lie by rows. Set use_dynamic_sampling=False."
             )
         tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key != "advantages"}
         return {key: self._gathered_rows(key, value) if value.dim() else value for key, value in tensors.items()}
@@ -602,7 +609,7 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         logprobs, entropies, aux_loss = self._forward(model, inputs)
-        mask = loss_token_mask(inputs)
+        mask = loss_token_mask(inputs) & inputs["sample_mask"][:, None]
         active = mask
         if self.top_entropy_quantile < 1.0:
             active = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
@@ -690,6 +697,8 @@ class GRPOExtTrainer(GRPOTrainer):
             if self.model.training:
                 self._adapt_entropy_coef(entropy)
                 values["entropy_coef"] = self.entropy_coef
+        if values["frac_rows_skipped"] >= 1:  # no row is left to average over, which is a gap in the curves
+            values = {name: values[name] for name in ROW_METRICS if name in values}
         log = self._metrics[self._mode]
         for name, value in values.items():
             log[name].append(value)
@@ -752,6 +761,17 @@ def _check_trainable(model: nn.Module) -> None:
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:
     prompts = args.generation_batch_size // args.num_generations
+    if args.use_dynamic_sampling:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ValueError(
+                "use_dynamic_sampling=True draws further prompts by their place in the data set, and a streamed one "
+                "has no places. Load it without streaming, or set use_dynamic_sampling=False."
+            )
+        if images := {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+            raise ValueError(
+                f"use_dynamic_sampling=True with a column {sorted(images)[0]!r}: the rows of a batch are moved between "
+                "processes, and images do not lie by rows. Set use_dynamic_sampling=False."
+            )
     if hasattr(dataset, "__len__") and len(dataset) < prompts:
         raise ValueError(
             f"train_dataset has {len(dataset)} prompts, but one generation batch takes {prompts} "

@@ -60,8 +60,11 @@ def train(folder: Path, model: str, processes: int, **fields: Any) -> dict[str, 
         {"adv_estimator": "gdpo", "loss_type": "dapo", "gradient_accumulation_steps": 2},
         {"adv_estimator": "reinforce_plus_plus", "loss_type": "grpo", "beta": 0.1, "num_iterations": 2},
         {"loss_fn": {"use_kl_in_reward": True}, "beta": 0.1},
+        # Half of the prompts are silent, at first all that the first process has, then all of the second.
+        {"use_dynamic_sampling": True, "adv_estimator": "gdpo", "shuffle_dataset": False, "silent": list("01467")},
+        {"skip_rows_without_signal": True, "shuffle_dataset": False, "silent": list("01467")},
     ],
-    ids=["gdpo", "reinforce_plus_plus", "grpo with the KL in the reward"],
+    ids=["gdpo", "reinforce_plus_plus", "grpo with the KL in the reward", "dynamic sampling", "silent processes"],
 )
 def test_two_processes_train_to_the_weights_of_one(tmp_path: Path, fields: dict[str, Any]) -> None:
     model = save_tiny_model(tmp_path / "model")

@@ -18,6 +18,7 @@ ORDER = [
     "importance",
     "entropy",
     "rewards",
+    "dynamic_sampling",
     "loss_config",
     "advantages",
     "loss",

@@ -107,7 +107,11 @@ def test_what_has_none_is_listed_in_one_warning() -> None:
     ("block", "values", "text"),
     [
         ("grpo", {"batch_multiplier": 2}, "batch_multiplier=2 without use_dynamic_sampling"),
-        ("grpo", {"reward_scaling": {"enabled": True}}, "grpo.reward_scaling.enabled=True .*would change the objective"),
+        (
+            "grpo",
+            {"reward_scaling": {"enabled": True}},
+            "grpo.reward_scaling.enabled=True .*would change the objective",
+        ),
         ("grpo", {"reward_shaping": {"enabled": True}}, "grpo.reward_shaping.enabled=True"),
         ("grpo", {"async_grpo": {"enabled": True}}, "grpo.async_grpo.enabled=True"),
         ("grpo", {"adv_estimator": {"name": "gae"}}, "did you mean"),

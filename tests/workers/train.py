@@ -39,20 +39,26 @@ class Trainer(GRPOExtTrainer):
         return out, None
 
 
-def reward(completions: list[str], **_: Any) -> dict[str, list[float]]:
+SILENT: list[str] = []  # first characters of prompts whose completions are all rewarded alike
+
+
+def reward(completions: list[str], prompts: list[str], **_: Any) -> dict[str, list[float]]:
+    seen = ["" if p[0] in SILENT else c for p, c in zip(prompts, completions, strict=True)]
     return {
-        "length": [len(c) / 10 for c in completions],
-        "digits": [float(any(map(str.isdigit, c))) for c in completions],
+        "length": [len(c) / 10 for c in seen],
+        "digits": [float(any(map(str.isdigit, c))) for c in seen],
     }
 
 
 def late(completions: list[str], prompts: list[str], **_: Any) -> list[dict[str, float] | None]:
     """Names that only some prompts have, and so perhaps only one of the processes."""
-    return [{f"first_{p[0]}": float("a" in c)} for p, c in zip(prompts, completions, strict=True)]
+    pairs = zip(prompts, completions, strict=True)
+    return [{f"first_{p[0]}": float("a" in c and p[0] not in SILENT)} for p, c in pairs]
 
 
 def main() -> None:
     model, out, fields = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    SILENT.extend(fields.pop("silent", []))
     arguments = {**THREE_SGD_STEPS, "output_dir": tempfile.mkdtemp(), "logging_steps": 1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
