@@ -361,17 +361,27 @@ def test_the_layouts_are_compared_once(tiny_model: str, tmp_path: Path, monkeypa
 
 
 def test_auto_packs_where_it_pays(tiny_model: str, tmp_path: Path) -> None:
-    # One row a micro-batch: there is nothing to share, and hardly any padding.
-    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    alone = run(tiny_model, tmp_path, by_completion, **one_row)
-    forced = run(tiny_model, tmp_path, by_completion, shared_prompt_forward=True, **one_row)
-    lengths = [len(row) for row in rows(*alone.trained)]
-    prompt = alone.trained[0]["prompt_ids"].shape[1]
-    # A row without its last token: one in twenty or more is left out where the row is short.
-    pays = [(prompt + length - 1) / (prompt + length) <= 0.95 for length in sorted(lengths)]
-    assert sorted(alone.forwards.packed) == sorted(pays)
+    # One row a micro-batch: nothing is shared, and of a long row the last token alone is left out.
+    args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    long = Dataset.from_dict({"prompt": [f"{text} " * 6 for text in PROMPTS]})
+    alone = run(tiny_model, tmp_path, by_completion, dataset=long, **args)
+    forced = run(tiny_model, tmp_path, by_completion, dataset=long, shared_prompt_forward=True, **args)
+    assert min(alone.forwards.tokens) > 20
+    assert alone.forwards.packed == [False] * 8
     assert forced.forwards.packed == [True] * 8
     assert difference(forced.watch.gradients[0], alone.watch.gradients[0]) < 1e-5
+    # Of a short one it is one of a dozen.
+    short = run(tiny_model, tmp_path, by_completion, **args)
+    assert max(short.forwards.tokens) < 15
+    assert short.forwards.packed == [True] * 8
+
+
+def test_rows_of_one_prompt_meet_in_one_micro_batch(tiny_model: str, tmp_path: Path) -> None:
+    trainer = run(tiny_model, tmp_path, by_completion, **ACCUMULATED)
+    scored = trainer.scored[0]
+    prompts = scored["prompt_mask"].sum(-1)[[0, 4]]
+    assert sum(trainer.forwards.tokens) == int((prompts - 1).sum() + scored["completion_mask"].sum())
+    assert all(len(torch.unique(batch["prompt_ids"], dim=0)) == 1 for batch in trainer.trained)
 
 
 def test_off_never_packs(tiny_model: str, tmp_path: Path) -> None:

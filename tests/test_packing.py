@@ -17,6 +17,8 @@ from tiny_vlm import tiny_llava
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     Lfm2Config,
@@ -34,8 +36,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
@@ -388,7 +388,9 @@ def test_a_prepared_model_computes_padded_rows_as_before() -> None:
     batch = padded(ROWS)
     before = token_logprobs(model, batch)[0]
     prepare_model(model)
+    attention = AttentionInterface._global_mapping["sdpa"]
     prepare_model(model)  # twice is once
+    assert AttentionInterface._global_mapping["sdpa"] is attention
     assert torch.equal(token_logprobs(model, batch)[0], before)
     assert len(model.base_model._forward_hooks) == 1
 
@@ -522,10 +524,19 @@ CANNOT: dict[str, tuple[Any, str]] = {
         "MambaForCausalLM does not take an attention function",
     ),
     "an encoder": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        lambda: BartForConditionalGeneration(
+            BartConfig(
+                vocab_size=VOCAB,
+                d_model=16,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=16,
+                decoder_ffn_dim=16,
+            )
         ),
-        "T5ForConditionalGeneration does not take an attention function",
+        "BartForConditionalGeneration does not take an attention function",
     ),
     "learned positions": (
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2)),

@@ -163,16 +163,25 @@ def test_where_there_is_nothing_to_gain_all_rows_are_computed(llama: Any, batch:
     assert first == tuple(batch["input_ids"].shape)
 
 
-def test_a_cache_that_holds_something_is_left_alone(llama: Any) -> None:
-    prefix = inputs([5, 6], each=4)
+@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.long), None], ids=["a mask", "no mask"])
+def test_a_cache_that_holds_something_is_left_alone(llama: Any, mask: Tensor | None) -> None:
     cache = DynamicCache(config=llama.config)
+    more = torch.tensor([[7, 8]] * 4)
     with torch.no_grad():
-        llama(**prefix, past_key_values=cache, use_cache=True)
-        more = torch.tensor([[7, 8]] * 4)
-        mask = torch.ones(4, 4, dtype=torch.long)
+        llama(**inputs([5, 6], each=4), past_key_values=cache, use_cache=True)
         with prefill_once(llama), Shapes(llama) as seen:
             out = llama(input_ids=more, attention_mask=mask, past_key_values=cache, use_cache=True)
     assert seen == [(4, 2)]
+    assert out.logits.shape[0] == 4
+
+
+def test_a_mask_of_four_dimensions_is_left_alone(llama: Any) -> None:
+    tokens = inputs([5, 6, 7], each=4)["input_ids"]
+    mask = torch.ones(4, 1, 3, 3, dtype=torch.bool).tril()
+    cache = DynamicCache(config=llama.config)
+    with prefill_once(llama), Shapes(llama) as seen, torch.no_grad():
+        out = llama(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True)
+    assert seen == [(4, 3)]
     assert out.logits.shape[0] == 4
 
 
@@ -213,6 +222,19 @@ def test_the_hooks_are_gone_after_an_exception(llama: Any) -> None:
         handle.remove()
     assert hooks(llama) == before
     check_same_draws(llama, RAGGED)
+
+
+def test_a_forward_that_failed_leaves_nothing_behind(llama: Any) -> None:
+    def stop(*_: Any) -> None:
+        raise MemoryError
+
+    with prefill_once(llama):
+        handle = llama.model.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(MemoryError):
+            llama.generate(**RAGGED, max_new_tokens=2)
+        handle.remove()
+        again = llama.generate(**DISTINCT, max_new_tokens=2, do_sample=False)
+    assert torch.equal(again, llama.generate(**DISTINCT, max_new_tokens=2, do_sample=False))
 
 
 # The trainer
