@@ -87,10 +87,10 @@ def plan_micro_batches(
 ) -> list[dict[str, Any]]:
     """Distributes the rows of an optimizer step anew, so that nothing is computed that the gradient does not need.
 
-    Rows without signal are left out, unless a micro-batch would have no row; it then takes one that does not count. With `share_prompts` the rows of one
-    prompt go together and the tokens are spread evenly; otherwise the rows are ordered by length. Each micro-batch is
-    then trimmed to its own longest prompt and completion. Their number stays, so that every process runs as many
-    forwards as the others, and none gets more rows than the largest had.
+    Rows without signal are left out, unless a micro-batch would have no row; it then takes one that does not count.
+    With `share_prompts` the rows of one prompt go together and the tokens are spread evenly; otherwise the rows are
+    ordered by length. Each micro-batch is then trimmed to its own longest prompt and completion. Their number stays, so
+    that every process runs as many forwards as the others, and none gets more rows than the largest had.
 
     Args:
         batches: micro-batches of rows: `prompt_ids` and `prompt_mask` `[B, P]`, padded on the left; `completion_ids`,

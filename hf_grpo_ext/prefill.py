@@ -31,6 +31,7 @@ def prefill_once(model: nn.Module) -> Iterator[None]:
     pending: list[Tensor] = []  # for each row of the batch, its place among the prompts that are computed
 
     def shrink(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        pending.clear()  # what a forward that failed has left
         row_of = None if args else _places(kwargs)
         if row_of is None:
             return None
@@ -64,7 +65,10 @@ def _cache(inputs: dict[str, Any]) -> Any:
 def _places(inputs: dict[str, Any]) -> Tensor | None:
     """Where each row's prompt stands among the different ones, `[B]`, or `None` where nothing can be shared."""
     input_ids, mask, cache = inputs.get("input_ids"), inputs.get("attention_mask"), _cache(inputs)
-    if input_ids is None or mask is None or mask.shape != input_ids.shape or input_ids.shape[1] < 2:
+    if input_ids is None or input_ids.shape[1] < 2:
+        return None
+    mask = torch.ones_like(input_ids) if mask is None else mask  # `generate` leaves out a mask of ones
+    if mask.shape != input_ids.shape:
         return None
     if any(isinstance(value, Tensor) and key not in PREFILL_INPUTS for key, value in inputs.items()):
         return None

@@ -194,10 +194,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._draws_dropout = draws_dropout(self.model)
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
-            raise ValueError(
-                f"shared_prompt_forward=True, but {reason}: a prompt cannot be computed once for all its completions. "
-                "Use shared_prompt_forward='auto', which computes every row on its own where it must."
-            )
+            raise _cannot_share(reason)
 
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
@@ -567,6 +564,8 @@ class GRPOExtTrainer(GRPOTrainer):
                 if not all(gather_object([same])):
                     reason = f"{type(base).__name__} computes other log-probabilities when the prompt is shared"
             if reason is not None:
+                if self.args.shared_prompt_forward is True:
+                    raise _cannot_share(reason)
                 logger.info("%s: every row is computed on its own.", reason)
             self._packs[id(base)] = reason is None
         return self._packs[id(base)]
@@ -581,7 +580,10 @@ class GRPOExtTrainer(GRPOTrainer):
         if self.args.torch_compile:
             return "torch_compile is on"
         if self._draws_dropout and self.args.shared_prompt_forward is True:
-            return "the model has dropout (disable_dropout=True removes it)"
+            return (
+                "the model has dropout (disable_dropout=True removes that of its modules, attention_dropout=0 in its "
+                "config that of its attention)"
+            )
         if self.aux_loss_enabled:
             return "the model has a router loss, which counts every token of every row"
         adapters = getattr(self.model, "peft_config", {}).values()
@@ -634,7 +636,10 @@ class GRPOExtTrainer(GRPOTrainer):
             metrics = {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
         if not self.args.loss_config.has_kl_term:
             del metrics["kl_penalty"], metrics["kl"]
-        rows = {"num_valid_samples": seqs, "frac_rows_skipped": 1 - inputs["metric_valid_seqs"] / seqs.clamp(min=1)}
+        rows = {
+            "num_valid_samples": seqs,
+            "frac_rows_skipped": (seqs - inputs["metric_valid_seqs"]) / seqs.clamp(min=1),
+        }
         self._metric_window.add(metrics | rows, METRIC_REDUCTIONS | dict.fromkeys(rows, "max"))
         loss = loss + self._regularizers(entropies, active, mask, aux_loss, toks, inputs["metric_valid_toks"])
         self._flush_metrics()
@@ -697,7 +702,9 @@ class GRPOExtTrainer(GRPOTrainer):
             if self.model.training:
                 self._adapt_entropy_coef(entropy)
                 values["entropy_coef"] = self.entropy_coef
-        if values["frac_rows_skipped"] >= 1:  # no row is left to average over, which is a gap in the curves
+        if (
+            values["num_valid_samples"] and values["frac_rows_skipped"] >= 1
+        ):  # no row is left to average over, which is a gap in the curves
             values = {name: values[name] for name in ROW_METRICS if name in values}
         log = self._metrics[self._mode]
         for name, value in values.items():
@@ -749,6 +756,13 @@ def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[Non
         yield
     finally:
         setattr(args, name, value)
+
+
+def _cannot_share(reason: str) -> ValueError:
+    return ValueError(
+        f"shared_prompt_forward=True, but {reason}: a prompt cannot be computed once for all its completions. Use "
+        "shared_prompt_forward='auto', which computes every row on its own where it must."
+    )
 
 
 def _check_trainable(model: nn.Module) -> None:
