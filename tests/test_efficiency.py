@@ -310,6 +310,13 @@ def test_auto_computes_each_row_on_its_own_where_it_must(
     assert difference(ours.watch.gradients[0], stock.watch.gradients[0]) < 1e-5
 
 
+def test_widths_stay_multiples_where_they_are_wanted(tiny_model: str, tmp_path: Path) -> None:
+    trainer = run(tiny_model, tmp_path, HALF, pad_to_multiple_of=8, **ACCUMULATED)
+    assert len(rows(*trainer.trained)) == 4
+    for batch in trainer.trained:
+        assert batch["prompt_ids"].shape[1] % 8 == batch["completion_ids"].shape[1] % 8 == 0
+
+
 def test_a_prompt_that_must_be_shared_is_an_error_where_the_layouts_differ(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
