@@ -558,7 +558,7 @@ class GRPOExtTrainer(GRPOTrainer):
             reason = self._why_not_packed(base)
             if reason is None:
                 prepare_model(base)
-                half = self.accelerator.mixed_precision != "no" or base.dtype != torch.float32
+                half = self.accelerator.mixed_precision != "no" or base.dtype.itemsize < 4
                 with torch.no_grad(), self.accelerator.autocast():
                     same = same_in_both_layouts(model, tolerance=0.25 if half else 1e-3, device=self.accelerator.device)
                 if not all(gather_object([same])):
@@ -702,9 +702,8 @@ class GRPOExtTrainer(GRPOTrainer):
             if self.model.training:
                 self._adapt_entropy_coef(entropy)
                 values["entropy_coef"] = self.entropy_coef
-        if (
-            values["num_valid_samples"] and values["frac_rows_skipped"] >= 1
-        ):  # no row is left to average over, which is a gap in the curves
+        # With no row left to average over there is a gap in the curves.
+        if values["num_valid_samples"] and values["frac_rows_skipped"] >= 1:
             values = {name: values[name] for name in ROW_METRICS if name in values}
         log = self._metrics[self._mode]
         for name, value in values.items():
