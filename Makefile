@@ -9,7 +9,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick mutate lint format clean
+.PHONY: demo test quick mutate bench lint format clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,11 @@ quick: $(VENV)/.dev
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)
+
+# Our trainer beside stock TRL's, and the estimators and the loss alone (about 30 minutes on two idle cores).
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/kernels.py --json benchmarks/kernels.json
+	$(BIN)/python benchmarks/training_phase.py --json benchmarks/training_phase.json $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -220,6 +220,11 @@ def _beside(args: GRPOExtConfig) -> list[str]:
             args.off_policy_mask_threshold is not None
         ),
         "truncated completions are left out": args.mask_truncated_completions,
+        f"dynamic sampling, at most {args.dynamic_sampling_max_gen_batches} rounds a batch, then "
+        f"{args.dynamic_sampling_on_exhaustion}": args.use_dynamic_sampling,
+        f"rollouts whose mean of exp|gen - prev| is above {args.seq_logprob_error_threshold} are left out": (
+            args.seq_logprob_error_threshold is not None
+        ),
         f"TRL's correction of vLLM, {args.vllm_importance_sampling_mode}": (
             args.use_vllm and args.vllm_importance_sampling_correction
         ),

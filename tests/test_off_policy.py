@@ -7,6 +7,7 @@ to end, where a rollout function answers with the log-probabilities of a stale m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ import pytest
 import torch
 from tiny import save_tiny_model
 from tiny_env import (
+    CENTRED,
     by_completion,
     check_gradient,
+    constant,
+    flat,
     given_completion,
     logged,
     make_trainer,
+    on_policy_loss,
     padded,
     quiet,
     rows_of,
     token_logprobs,
+    trainable,
     trained,
     weights_of,
 )
@@ -345,3 +351,83 @@ def test_a_correction_of_an_engine_that_cuts_warns_once(
 @pytest.mark.parametrize("fields", [{"loss_fn": CORRECTED}, {"top_p": 0.9}], ids=["nothing is cut", "no correction"])
 def test_without_either_there_is_no_warning(tiny_model: str, tmp_path: Path, fields: dict[str, Any]) -> None:
     make_trainer(tiny_model, tmp_path, by_completion, trainer={"rollout_func": sampled_by(None)}, **fields)
+
+
+def rows_shifted_by(shift: float, rows: set[int]) -> Callable[..., dict[str, Any]]:
+    """The current policy generates, but reports wrong log-probabilities for some rows, alternately up and down."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        result = sampled_by(trainer.model)(prompts, trainer)
+        for row in rows:
+            result["logprobs"][row] = [x + shift * (-1) ** t for t, x in enumerate(result["logprobs"][row])]
+        return result
+
+    return rollout
+
+
+def test_a_rollout_on_which_the_engines_disagree_neither_votes_nor_trains(tiny_model: str, tmp_path: Path) -> None:
+    """Errors of +0.5 and -0.5 nats have the geometric mean 1 and the mean of exp|error| 1.65 (cases.md 22)."""
+    rewards = [1.0, 0.0, 0.0, 4.0, 1.0, 0.0, 0.0, 9.0]
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        constant(rewards),
+        trainer={"rollout_func": rows_shifted_by(0.5, {3, 7})},
+        adv_estimator=CENTRED,
+        seq_logprob_error_threshold=1.5,
+    )
+    (batch,) = trainer.scored
+    assert batch["sample_mask"].tolist() == [True, True, True, False] * 2
+    expected = [2 / 3, -1 / 3, -1 / 3, 0] * 2
+    torch.testing.assert_close(batch["advantages"], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert logged(trainer, "seq_logprob_error/masked_rows") == [2]
+    assert logged(trainer, "seq_logprob_error/before_max") == pytest.approx([math.exp(0.5)], rel=1e-4)
+    assert logged(trainer, "seq_logprob_error/before_mean") == pytest.approx([(6 + 2 * math.exp(0.5)) / 8], rel=1e-4)
+    for name in ("after_max", "after_mean", "after_min", "before_min"):
+        assert logged(trainer, f"seq_logprob_error/{name}") == pytest.approx([1], rel=1e-4)
+    assert logged(trainer, "num_valid_samples") == [6]
+    (computed,) = rows_of(trainer)
+
+    def loss(model: Any) -> Tensor:
+        mask = computed["completion_mask"] * computed["sample_mask"][:, None]
+        return on_policy_loss(computed, model, mask=mask) / mask.sum()
+
+    check_gradient(trainer, loss)
+
+
+@pytest.mark.parametrize("fields", [{}, {"loss_fn": {"force_on_policy_ratio": True}}])
+def test_a_threshold_that_nothing_exceeds_changes_nothing(
+    tiny_model: str, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Also with the ratio pinned to 1, where `prev` is needed for the threshold alone."""
+    runs = [
+        trained(
+            tiny_model,
+            tmp_path,
+            by_completion,
+            trainer={"rollout_func": rows_shifted_by(0.5, {3})},
+            seq_logprob_error_threshold=threshold,
+            **fields,
+        )
+        for threshold in (None, 2.0)
+    ]
+    plain, guarded = (flat(trainable(trainer.model)) for trainer in runs)
+    torch.testing.assert_close(plain, guarded, rtol=0, atol=1e-6)
+    assert logged(runs[1], "seq_logprob_error/masked_rows") == [0]
+
+
+def test_a_threshold_needs_an_engine(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seq_logprob_error_threshold needs the log-probabilities of the engine"):
+        make_trainer(tiny_model, tmp_path, by_completion, seq_logprob_error_threshold=1.5)
+
+    def silent(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return sampled_by(trainer.model)(prompts, trainer) | {"logprobs": None}
+
+    with pytest.raises(ValueError, match=r"threshold=1.5, but the rollouts carry no log-probabilities"):
+        trained(
+            tiny_model,
+            tmp_path,
+            by_completion,
+            trainer={"rollout_func": silent},
+            seq_logprob_error_threshold=1.5,
+        )
