@@ -2,9 +2,9 @@
 
     python benchmarks/kernels.py --json benchmarks/kernels.json
 
-The yardstick of an estimator is a loop over the prompts, as NeMo-RL and many trainers have it; that of the loss is the
-textbook form that reads each metric off the device as it goes. Both are checked to give our values, and they take turns
-with ours on one thread; what is compared is processor time, which other work on the machine disturbs least.
+The yardstick of an estimator is a loop over the prompts, told apart by their tokens, as NeMo-RL has it; that of the
+loss is the textbook form that reads each metric off the device as it goes. Both are checked to give our values, and they
+take turns with ours on one thread; what is compared is processor time, which other work on the machine disturbs least.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, ClippedPGLossFn, get_advantage_estimator
 
-ROLLOUTS, GROUP = 16384, 16
+ROLLOUTS, GROUP, PROMPT = 16384, 16, 8
 ROWS, TOKENS = 32, 2048
 
 
-def loop_group_advantage(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def loop_group_advantage(rewards: Tensor, prompts: Tensor) -> Tensor:
     """Leave-one-out advantage, normalised, one prompt after the other."""
     advantages = torch.zeros_like(rewards)
-    for group in torch.unique(group_ids):
-        rows = torch.arange(len(rewards))[group_ids == group]
+    for prompt in torch.unique(prompts, dim=0):
+        rows = torch.arange(len(rewards))[(prompts == prompt).all(1)]
         values = rewards[rows]
         others = 1 - torch.eye(len(values))
         count = len(values) - 1
@@ -44,20 +44,20 @@ def loop_group_advantage(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return advantages
 
 
-def loop_grpo(rewards: dict[str, Tensor], group_ids: Tensor, mask: Tensor) -> Tensor:
-    return loop_group_advantage(sum(rewards.values()), group_ids)
+def loop_grpo(rewards: dict[str, Tensor], prompts: Tensor, mask: Tensor) -> Tensor:
+    return loop_group_advantage(sum(rewards.values()), prompts)
 
 
-def loop_gdpo(rewards: dict[str, Tensor], group_ids: Tensor, mask: Tensor) -> Tensor:
-    total = sum(loop_group_advantage(column, group_ids) for column in rewards.values())
+def loop_gdpo(rewards: dict[str, Tensor], prompts: Tensor, mask: Tensor) -> Tensor:
+    total = sum(loop_group_advantage(column, prompts) for column in rewards.values())
     return (total - total.mean()) / total.std()
 
 
-def loop_reinforce_plus_plus(rewards: dict[str, Tensor], group_ids: Tensor, mask: Tensor) -> Tensor:
+def loop_reinforce_plus_plus(rewards: dict[str, Tensor], prompts: Tensor, mask: Tensor) -> Tensor:
     values = sum(rewards.values())
     centred = torch.zeros_like(values)
-    for group in torch.unique(group_ids):
-        rows = torch.arange(len(values))[group_ids == group]
+    for prompt in torch.unique(prompts, dim=0):
+        rows = torch.arange(len(values))[(prompts == prompt).all(1)]
         centred[rows] = values[rows] - values[rows].mean()
     tokens = centred[:, None].expand(mask.shape)
     mean = (tokens * mask).sum() / mask.sum()
@@ -125,6 +125,7 @@ def estimator_row(name: str, loop: Callable[..., Tensor], repeats: int) -> dict[
     components = 2
     rewards = {f"r{k}": torch.randint(0, 3, (ROLLOUTS,), generator=random).float() for k in range(components)}
     group_ids = torch.arange(ROLLOUTS) // GROUP
+    prompts = torch.randint(0, 50000, (ROLLOUTS // GROUP, PROMPT), generator=random)[group_ids]
     mask = torch.ones(ROLLOUTS, 8 if name == "reinforce_plus_plus" else 1)
     estimator = get_advantage_estimator(AdvEstimatorConfig(name=name))
 
@@ -132,7 +133,7 @@ def estimator_row(name: str, loop: Callable[..., Tensor], repeats: int) -> dict[
         return estimator.compute_advantage(group_ids, rewards, mask)
 
     def theirs() -> Tensor:
-        return loop(rewards, group_ids, mask)
+        return loop(rewards, prompts, mask)
 
     torch.testing.assert_close(ours(), theirs(), rtol=1e-3, atol=1e-4)
     slow, fast = take_turns(theirs, ours, repeats)

@@ -244,8 +244,8 @@ class AdvantageEstimator:
         if not len(group_ids):
             return table.new_zeros(mask.shape if self.token_level else 0)
         kl = self._kl_in_reward(mask, table.dtype, logprobs_policy, logprobs_reference)
-        counts = ~table.isnan().all(-1, keepdim=True)
-        advantages = self._estimate(group_ids, names, table, weights, mask & counts, kl)
+        scored = ~table.T.isnan().all(0)
+        advantages = self._estimate(group_ids, names, table, weights, mask & scored[:, None], kl)
         low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
         return advantages if low is None and high is None else advantages.clamp(low, high)
 
@@ -300,7 +300,9 @@ class AdvantageEstimator:
         if len(group_ids):
             _check_magnitude(names, table * weights)
             # A row that is masked out does not vote; nor does one that nothing could score, which is NaN already.
-            table = table.masked_fill(~mask.any(-1, keepdim=True), torch.nan)
+            # (`any` over one column takes as long as over many.)
+            counts = mask[:, 0] if mask.shape[1] == 1 else mask.any(-1)
+            table = table.T.masked_fill(~counts, torch.nan).T
         return names, table, weights, mask
 
     def _estimate(

@@ -36,13 +36,13 @@ class _Layout:
         if self.rows is not None and self.rows.shape[1] < 2:  # so that there is a second largest
             self.rows = torch.nn.functional.pad(self.rows, (0, 2 - self.rows.shape[1]), value=-1)
 
-    def take(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`(values of the rows, whether each votes)`, each `[P, G]`; padding and NaN do not vote."""
-        if self.rows is None:
-            members = values.view(-1, self.size)
-            return members, ~members.isnan()
-        members = values[self.rows]
-        return members, (self.rows >= 0) & ~members.isnan()
+    def take(self, values: Tensor) -> Tensor:
+        """`[P, G]`, of any value where padded."""
+        return values.reshape(-1, self.size) if self.rows is None else values[self.rows]
+
+    def votes(self, members: Tensor) -> Tensor:
+        """Which members vote: neither padding nor NaN does."""
+        return ~members.isnan() if self.rows is None else (self.rows >= 0) & ~members.isnan()
 
     def put(self, grouped: Tensor) -> Tensor:
         """`[P, G]`, or what expands to it, to `[N]`."""
@@ -89,7 +89,8 @@ def group_baseline_and_std(
         ([0.0, 0.5, 0.5], 0.0)
     """
     layout = _Layout(group_ids)
-    members, votes = layout.take(values.contiguous())
+    members = layout.take(values)
+    votes = layout.votes(members)
     ordered = members.masked_fill(~votes, torch.inf).sort(-1).values
     voters = votes.sum(-1, keepdim=True)
     places = torch.cat([(voters - 1) // 2, voters - 2, voters - 1], dim=-1).clamp(min=0)
@@ -103,9 +104,7 @@ def group_baseline_and_std(
         count = voters - votes.long()
         highest = torch.where(members == highest, second, highest)
         lowest = torch.where(members == lowest, second_lowest, lowest)
-        others = 1 - torch.eye(members.shape[1], dtype=values.dtype, device=values.device)
-        total = (deviation[:, None, :] * others).sum(-1)
-        squares = (deviation.square()[:, None, :] * others).sum(-1)
+        total, squares = _sums_of_others(deviation), _sums_of_others(deviation.square())
     else:
         count = voters
         total, squares = deviation.sum(-1, keepdim=True), deviation.square().sum(-1, keepdim=True)
@@ -118,11 +117,19 @@ def group_baseline_and_std(
     return layout.put(baseline), layout.put(std)
 
 
+def _sums_of_others(members: Tensor) -> Tensor:
+    """For each member of a group the sum of all others, `[P, G]`, added up without it."""
+    # In float64, which no setting makes coarse; Apple's GPUs have none.
+    wide = members.dtype if members.device.type == "mps" else torch.float64
+    others = 1 - torch.eye(members.shape[1], dtype=wide, device=members.device)
+    return (members.to(wide) @ others).to(members.dtype)
+
+
 def _group_resolution(layout: _Layout, votes: Tensor, resolution: Tensor | None) -> Tensor | float:
     """The largest resolution among the voters of each group, `[P, 1]`."""
     if resolution is None:
         return 0.0
-    return layout.take(resolution)[0].masked_fill(~votes, 0).amax(-1, keepdim=True)
+    return layout.take(resolution).masked_fill(~votes, 0).amax(-1, keepdim=True)
 
 
 def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | None = None) -> Tensor:
@@ -133,7 +140,8 @@ def group_has_signal(values: Tensor, group_ids: Tensor, resolution: Tensor | Non
         [False, False, True, True]
     """
     layout = _Layout(group_ids)
-    members, votes = layout.take(values.contiguous())
+    members = layout.take(values)
+    votes = layout.votes(members)
     highest = members.masked_fill(~votes, -torch.inf).amax(-1, keepdim=True)
     lowest = members.masked_fill(~votes, torch.inf).amin(-1, keepdim=True)
     return layout.put(highest - lowest > _group_resolution(layout, votes, resolution))
