@@ -34,8 +34,10 @@ def groups_with_signal(
     table = torch.stack(list(rewards.values()), dim=-1)
     ids = torch.arange(len(table), device=table.device) // group_size
     if per_component:
-        used = [column for name, column in rewards.items() if weights[name] != 0]
-        signal = torch.stack([group_has_signal(column, ids) for column in used]).any(0)
+        signal = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+        for name, column in rewards.items():
+            if weights[name] != 0:
+                signal = signal | group_has_signal(column, ids)
     else:
         weight = torch.tensor([weights[name] for name in rewards], dtype=table.dtype, device=table.device)
         totals, resolution = weighted_sum(table, weight)
