@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, ClippedPGLossFn, get_advantage_estimator
 
-ROLLOUTS, GROUP, PROMPT = 16384, 16, 8
+ROLLOUTS, GROUP = 16384, 16
 ROWS, TOKENS = 32, 2048
 
 
@@ -120,12 +120,12 @@ def take_turns(first: Callable[[], Any], second: Callable[[], Any], repeats: int
     return median(times[0]), median(times[1])
 
 
-def estimator_row(name: str, loop: Callable[..., Tensor], repeats: int) -> dict[str, Any]:
+def estimator_row(name: str, loop: Callable[..., Tensor], repeats: int, prompt_tokens: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
     components = 2
     rewards = {f"r{k}": torch.randint(0, 3, (ROLLOUTS,), generator=random).float() for k in range(components)}
     group_ids = torch.arange(ROLLOUTS) // GROUP
-    prompts = torch.randint(0, 50000, (ROLLOUTS // GROUP, PROMPT), generator=random)[group_ids]
+    prompts = torch.randint(0, 50000, (ROLLOUTS // GROUP, prompt_tokens), generator=random)[group_ids]
     mask = torch.ones(ROLLOUTS, 8 if name == "reinforce_plus_plus" else 1)
     estimator = get_advantage_estimator(AdvEstimatorConfig(name=name))
 
@@ -204,10 +204,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--prompt-tokens", type=int, default=8, help="by which the loop tells prompts apart")
     args = parser.parse_args()
     torch.set_num_threads(1)
     loops = {"grpo": loop_grpo, "gdpo": loop_gdpo, "reinforce_plus_plus": loop_reinforce_plus_plus}
-    rows = [estimator_row(name, loop, args.repeats) for name, loop in loops.items()]
+    rows = [estimator_row(name, loop, args.repeats, args.prompt_tokens) for name, loop in loops.items()]
     rows.append(loss_row(2 * args.repeats))
     print_table(rows, ["work", "time_ratio", "needed", "loop_ms", "ours_ms"])
     write(args.json, rows, command=" ".join(["python", *sys.argv]))

@@ -192,6 +192,7 @@ class GRPOExtTrainer(GRPOTrainer):
             self._prompt_stream = PromptStream(size=len(self.train_dataset), seed=args.seed)
             self.add_callback(KeepPromptStream(self._prompt_stream))
         self._draws_dropout = draws_dropout(self.model)
+        self._reasons_said: set[str] = set()
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
             raise _cannot_share(reason)
@@ -551,7 +552,10 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _can_pack(self, model: nn.Module) -> bool:
         """Whether the forward of this model takes packed rows; checked once, by all processes together."""
-        if self.args.shared_prompt_forward is False or (self._draws_dropout and self.model.training):
+        if self.args.shared_prompt_forward is False:
+            return False
+        if self._draws_dropout and self.model.training:
+            self._say_that_rows_are_alone("the model has dropout")
             return False
         base = self._base_model(model)
         if id(base) not in self._packs:
@@ -566,9 +570,14 @@ class GRPOExtTrainer(GRPOTrainer):
             if reason is not None:
                 if self.args.shared_prompt_forward is True:
                     raise _cannot_share(reason)
-                logger.info("%s: every row is computed on its own.", reason)
+                self._say_that_rows_are_alone(reason)
             self._packs[id(base)] = reason is None
         return self._packs[id(base)]
+
+    def _say_that_rows_are_alone(self, reason: str) -> None:
+        if reason not in self._reasons_said:
+            self._reasons_said.add(reason)
+            logger.info("Every row is computed on its own, since %s.", reason)
 
     def _base_model(self, model: nn.Module) -> Any:
         base = self.accelerator.unwrap_model(model)
