@@ -13,7 +13,23 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import save_tiny_model
-from tiny_env import CENTRED, PROMPTS, ROWS, G, GivenRollouts, flat, logged, make_trainer, quiet, trainable, trained
+from tiny_env import (
+    CENTRED,
+    PROMPTS,
+    ROWS,
+    G,
+    GivenRollouts,
+    chat,
+    flat,
+    given_completion,
+    logged,
+    make_trainer,
+    quiet,
+    scoring_environment,
+    tool_tokenizer,
+    trainable,
+    trained,
+)
 
 from hf_grpo_ext import GRPOExtConfig
 from hf_grpo_ext.dynamic_sampling import PromptStream, Rounds, groups_with_signal
@@ -247,6 +263,45 @@ def test_kl_in_the_reward_moves_with_its_rows(tiny_model: str, tmp_path: Path, m
     torch.testing.assert_close(
         trainer.scored[0]["old_per_token_logps"], trainer.scored[0]["ref_per_token_logps"], rtol=1e-5, atol=1e-5
     )
+
+
+def test_an_environment_scores_every_round(tiny_model: str, tmp_path: Path) -> None:
+    """Its first group is silent in every round: one of two is kept in the first, one of two in the second."""
+    environment = scoring_environment("Game", [{"a": 1.0, "b": 5.0}] * G + [{"a": 1.0, "b": float(i)} for i in range(G)])
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        None,
+        dataset=chat(),
+        trainer={"environment_factory": environment, "processing_class": tool_tokenizer()},
+        **options(per_device_train_batch_size=2 * G, max_steps=1, mixin=GivenRollouts),
+    )
+    assert logged(trainer, "dynamic_sampling/rounds") == [2]
+    assert logged(trainer, "dynamic_sampling/dropped_without_signal") == [2]
+    assert trainer.scored[0]["advantages"].tolist() == [-1.5, -0.5, 0.5, 1.5] * 2
+    assert trainer.scored[0]["reward/b"].tolist() == [0, 1, 2, 3] * 2
+
+
+def test_what_a_rollout_function_returns_moves_with_its_row(tiny_model: str, tmp_path: Path) -> None:
+    """Log-probabilities of the engine and the mask of tokens that are not the model's."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        ids = [given_completion(prompt, row % G, 7) for row, prompt in enumerate(prompt_ids)]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": ids,
+            "logprobs": [[-token / 10 for token in row] for row in ids],
+            "env_mask": [[token % 2 for token in row] for row in ids],
+        }
+
+    trainer = trained(tiny_model, tmp_path, mostly_silent, trainer={"rollout_func": rollout}, **options(max_steps=2))
+    assert logged(trainer, "dynamic_sampling/frac_rows_with_signal") == [1, 1]
+    for batch in trainer.scored:
+        mask = batch["completion_mask"].bool()
+        ids = batch["completion_ids"]
+        torch.testing.assert_close(batch["sampling_per_token_logps"][mask], -ids[mask] / 10)
+        assert torch.equal(batch["tool_mask"][mask], ids[mask] % 2)
 
 
 def test_an_evaluation_draws_once(tiny_model: str, tmp_path: Path) -> None:
