@@ -3,8 +3,9 @@
     python benchmarks/kernels.py --json benchmarks/kernels.json
 
 The yardstick of an estimator is a loop over the prompts, told apart by their tokens, as NeMo-RL has it; that of the
-loss is the textbook form that reads each metric off the device as it goes. Both are checked to give our values, and they
-take turns with ours on one thread; what is compared is processor time, which other work on the machine disturbs least.
+loss is the textbook form that reads each metric off the device as it goes. Both are checked to give our values, and
+they take turns with ours on one thread; what is compared is processor time, which other work on the machine disturbs
+least.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Callbacks: one that ends a run which its logs show to be broken, one that lets a resumed run draw on where it was."""
+"""`StopBrokenRun`: a callback that ends a run which the logs show to be broken."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
-
-from .dynamic_sampling import PromptStream
 
 NO_SIGNAL = "frac_reward_zero_std"
 # A factor of 1.5 a token is far beyond rounding (1.01 to 1.05) and beyond weights that are a few updates old.
@@ -154,29 +151,6 @@ class StopBrokenRun(TrainerCallback):
         if broken is not None:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if broken else 0
         return self._in_a_row.get(name, 0)
-
-
-class KeepPromptStream(TrainerCallback, ExportableState):
-    """Saves with each checkpoint how many prompts dynamic sampling has drawn, and goes on from there.
-
-    Args:
-        stream: the prompts that dynamic sampling draws.
-    """
-
-    def __init__(self, stream: PromptStream) -> None:
-        self.stream = stream
-
-    def state(self) -> dict[str, Any]:
-        """What `trainer_state.json` keeps."""
-        return {"args": {}, "attributes": {"drawn": self.stream.drawn}}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Takes the place of the checkpoint that the run resumes from."""
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        if isinstance(saved, dict):
-            self.stream.drawn = saved["attributes"]["drawn"]
 
 
 def _check_patience(name: str, value: Any) -> None:

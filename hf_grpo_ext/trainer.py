@@ -8,6 +8,7 @@ The seams, and what each one changes:
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
 | `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
 | `_get_per_token_logps_and_entropies` | each prompt computed once for its completions, or the parent's |
+| `_save_checkpoint`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
 | `_generate_single_turn` | the parent's, with each prompt prefilled once |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
@@ -21,17 +22,19 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor, nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .advantages import get_advantage_estimator
-from .callbacks import KeepPromptStream, StopBrokenRun
+from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
 from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
@@ -68,6 +71,8 @@ SEAMS = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
     "_generate_single_turn",
+    "_save_checkpoint",
+    "_load_optimizer_and_scheduler",
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "training_step",
@@ -134,6 +139,7 @@ class GRPOExtTrainer(GRPOTrainer):
     entropy_coef: float
     _step: int
     _logs: dict[str, Any]
+    _buffered_inputs: Any
 
     def __init__(
         self,
@@ -188,9 +194,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._prepared_window: list[dict[str, Any]] = []
         self._metric_window = MetricWindow()
         self._warned_of_exhaustion = False
-        if args.use_dynamic_sampling:
-            self._prompt_stream = PromptStream(size=len(self.train_dataset), seed=args.seed)
-            self.add_callback(KeepPromptStream(self._prompt_stream))
+        self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
@@ -409,7 +413,7 @@ class GRPOExtTrainer(GRPOTrainer):
     def _inputs_of_round(self, inputs: list[Any], rounds: Rounds) -> list[Any]:
         """The examples of this process: those of the data loader first, then prompts of the stream."""
         extra = rounds.next_size() - (0 if rounds.count else rounds.needed)
-        prompts = self._prompt_stream.take(extra)
+        prompts = cast(PromptStream, self._prompt_stream).take(extra)
         if rounds.count == 0 and not prompts:
             return inputs
         examples: list[Any] = [] if rounds.count else list(gather_object(inputs))
@@ -501,6 +505,44 @@ class GRPOExtTrainer(GRPOTrainer):
         local = torch.cat([valid_counts(window or batches), valid_counts(batches)])
         counts = dict(zip(COUNTS, self.accelerator.reduce(local, reduction="sum").unbind(), strict=True))
         return [{**batch, **counts} for batch in batches]
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The parent's, and what an exact continuation needs besides: the place in the rollouts and in the prompts."""
+        super()._save_checkpoint(model, trial)
+        unused = self._step % (self.args.steps_per_generation * self.num_iterations)
+        state = {
+            "processes": self.accelerator.num_processes,
+            "step": self._step,
+            "drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
+            # Rollouts that the next steps train on, where the checkpoint is in the middle of a generation batch.
+            "rollouts": self._buffered_inputs if unused else None,
+        }
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, folder / self._state_file)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / self._state_file
+        state = torch.load(file, map_location=self.accelerator.device) if file.exists() else {}
+        if state.get("processes") != self.accelerator.num_processes:
+            warnings.warn(
+                f"{checkpoint} has no rollouts for {self.accelerator.num_processes} processes: the run goes on from "
+                "its weights with a new generation batch, and not exactly as without the interruption.",
+                stacklevel=2,
+            )
+            return
+        self._step, self._buffered_inputs = state["step"], state["rollouts"]
+        if self._prompt_stream:
+            self._prompt_stream.drawn = state["drawn"]
+
+    @property
+    def _state_file(self) -> str:
+        return f"grpo_ext_state_{self.accelerator.process_index}.pt"
 
     # The forward
 

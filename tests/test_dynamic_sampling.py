@@ -267,7 +267,9 @@ def test_kl_in_the_reward_moves_with_its_rows(tiny_model: str, tmp_path: Path, m
 
 def test_an_environment_scores_every_round(tiny_model: str, tmp_path: Path) -> None:
     """Its first group is silent in every round: one of two is kept in the first, one of two in the second."""
-    environment = scoring_environment("Game", [{"a": 1.0, "b": 5.0}] * G + [{"a": 1.0, "b": float(i)} for i in range(G)])
+    environment = scoring_environment(
+        "Game", [{"a": 1.0, "b": 5.0}] * G + [{"a": 1.0, "b": float(i)} for i in range(G)]
+    )
     trainer = trained(
         tiny_model,
         tmp_path,

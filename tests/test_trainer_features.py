@@ -1399,12 +1399,18 @@ def test_generation_batches_and_optimizer_steps_interlock_as_in_trl(
         ({"num_iterations": 2}, 2),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}, 2),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, 1),
+        # In the middle of a generation batch, where TRL draws it again and takes its first part (cases.md 34).
+        ({"num_iterations": 2}, 1),
+        ({"num_iterations": 2}, 3),
+        ({"num_iterations": 3, "beta": 0.1}, 2),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}, 1),
+        ({"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}, 3),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "steps_per_generation": 2}, 1),
     ],
 )
 def test_a_run_that_is_resumed_takes_the_same_steps(
     tiny_model: str, tmp_path: Path, args: dict[str, Any], stop: int
 ) -> None:
-    # At the end of a generation batch: in the middle of one, TRL draws it again and takes its first part.
     args = args | {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": stop}
     whole = trained(tiny_model, tmp_path, by_completion, **args)
     rest = make_trainer(tiny_model, tmp_path, by_completion, **args)
