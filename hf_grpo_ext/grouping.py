@@ -30,9 +30,9 @@ class _Layout:
     def __init__(self, group_ids: Tensor) -> None:
         self.count = len(group_ids)
         ids, sizes = torch.unique_consecutive(group_ids, return_counts=True)
-        self.size = self.count // max(1, len(ids))
-        blocks = self.size >= 2 and bool((sizes == self.size).all() & (ids[1:] > ids[:-1]).all())
-        self.rows = None if blocks else group_rows(group_ids)
+        in_blocks = bool((sizes > 1).all() & (sizes == sizes[:1]).all() & (ids[1:] > ids[:-1]).all())
+        self.size = self.count // len(ids) if self.count else 2
+        self.rows = None if in_blocks else group_rows(group_ids)
         if self.rows is not None and self.rows.shape[1] < 2:  # so that there is a second largest
             self.rows = torch.nn.functional.pad(self.rows, (0, 2 - self.rows.shape[1]), value=-1)
 
@@ -119,10 +119,9 @@ def group_baseline_and_std(
 
 def _sums_of_others(members: Tensor) -> Tensor:
     """For each member of a group the sum of all others, `[P, G]`, added up without it."""
-    # In float64, which no setting makes coarse; Apple's GPUs have none.
-    wide = members.dtype if members.device.type == "mps" else torch.float64
-    others = 1 - torch.eye(members.shape[1], dtype=wide, device=members.device)
-    return (members.to(wide) @ others).to(members.dtype)
+    # Not a matrix product, which a setting can make coarse (TF32).
+    others = 1 - torch.eye(members.shape[1], dtype=members.dtype, device=members.device)
+    return (members[:, None, :] * others).sum(-1)
 
 
 def _group_resolution(layout: _Layout, votes: Tensor, resolution: Tensor | None) -> Tensor | float:
