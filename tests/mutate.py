@@ -8,9 +8,9 @@ A mutant changes one operator, comparison, constant, keyword or name. Each runs 
 torch loaded, against the tests that need no trainer. It is killed if a test fails or if it takes too long.
 
 Survivors that change nothing that can be seen, or a bound that nothing depends on:
-- grouping.py: what chooses between the view of groups in blocks and the general layout, which give the same; the width of
-  a table without rows; one place more at the end of a buffer; `>` -> `>=` of the spread, since the deviations of equal
-  values are 0 anyway; which place stands for one that a group of one does not have.
+- grouping.py: what chooses between the view of groups in blocks and the general layout, which give the same; the width
+  of a table without rows; one place more at the end of a buffer; `>` -> `>=` of the spread, since the deviations of
+  equal values are 0 anyway; which place stands for one that a group of one does not have.
 - importance.py, `exp` -> `expm1` and `zeros_like` -> `ones_like` in `finite_exp`: the same values are finite, and the
   stand-in is thrown away.
 - advantages.py, `abs() <= resolution` -> `<` (twice), and `count.clamp(min=1)` -> 2 (twice): they differ for a value of
