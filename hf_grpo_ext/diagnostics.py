@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 import torch
@@ -234,3 +235,30 @@ def mismatch_metrics(error: Tensor, counts: Tensor, agree: Tensor) -> dict[str, 
                 f"seq_logprob_error/{when}_{name}": float(getattr(values, name)()) for name in ("max", "mean", "min")
             }
     return metrics
+
+
+def combine_rounds(name: str, values: Sequence[float], sizes: Sequence[int]) -> float:
+    """One value of a metric that each round of a batch has logged: its extreme, its sum, or its mean over the rows.
+
+    Args:
+        name: of the metric; its last part says what it is.
+        values: of the last rounds, in their order; NaN where a round has nothing to say.
+        sizes: rows of all rounds.
+
+    Example:
+        >>> combine_rounds("reward", [1.0, 2.0], [30, 10])
+        1.25
+        >>> combine_rounds("completions/max_length", [7.0, 9.0], [30, 10])
+        9.0
+    """
+    last = name.split("/")[-1]
+    pairs = [(v, size) for v, size in zip(values, sizes[-len(values) :], strict=True) if not math.isnan(v)]
+    known = [value for value, _ in pairs]
+    if not known:
+        return math.nan
+    if last.endswith("_rows"):
+        return sum(known)
+    for extreme in (min, max):
+        if extreme.__name__ in last.split("_"):
+            return extreme(known)
+    return sum(value * size for value, size in pairs) / sum(size for _, size in pairs)

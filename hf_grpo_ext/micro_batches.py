@@ -83,7 +83,12 @@ def has_signal(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def plan_micro_batches(
-    batches: Sequence[Mapping[str, Any]], *, skip_silent_rows: bool, share_prompts: bool, multiple_of: int | None = None
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    skip_silent_rows: bool,
+    share_prompts: bool,
+    trim: bool = True,
+    multiple_of: int | None = None,
 ) -> list[dict[str, Any]]:
     """Distributes the rows of an optimizer step anew, so that nothing is computed that the gradient does not need.
 
@@ -98,6 +103,7 @@ def plan_micro_batches(
             rows moves along, one of `T` columns is trimmed with the completions.
         skip_silent_rows: leave out rows without signal. Right where the loss has nothing but the policy term.
         share_prompts: whether a prompt that stands once in a micro-batch is computed once.
+        trim: whether the width of a row may change, which is so where padding changes no log-probability.
         multiple_of: widths are rounded up to a multiple of this.
 
     Returns:
@@ -123,6 +129,8 @@ def plan_micro_batches(
         bounds = [len(kept) * part // len(batches) for part in range(len(batches) + 1)]
         plan = [kept[a:b] for a, b in pairwise(bounds)]
 
+    if not trim:
+        return [take_rows(rows, members) for members in plan]
     step = multiple_of or 1
 
     def width(used: list[int], members: list[int]) -> int:

@@ -68,7 +68,8 @@ def _places(inputs: dict[str, Any]) -> Tensor | None:
     if input_ids is None or input_ids.shape[1] < 2:
         return None
     mask = torch.ones_like(input_ids) if mask is None else mask  # `generate` leaves out a mask of ones
-    if mask.shape != input_ids.shape:
+    # A cache that is compiled comes with masks by the type of layer.
+    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
         return None
     if any(isinstance(value, Tensor) and key not in PREFILL_INPUTS for key, value in inputs.items()):
         return None

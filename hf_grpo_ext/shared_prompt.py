@@ -80,6 +80,17 @@ def packed_log_probs(model: nn.Module, packed: PackedRows) -> tuple[Tensor, Tens
     return packed.unpack(output.log_probs), None if output.entropy is None else packed.unpack(output.entropy)
 
 
+def positions_are_relative(model: PreTrainedModel) -> bool:
+    """Whether padding on the left changes no log-probability, so that a row may be padded to another width.
+
+    A rotary embedding of a fixed scale depends on the distance of two tokens alone. Learned positions count from the
+    first column, and a scale that depends on the length of the batch depends on its padding.
+    """
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    of_layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return bool(rope) and all(part.get("rope_type", "default") in ROPE_TYPES for part in of_layers)
+
+
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Why the model cannot compute packed rows, or `None` if it can.
 
@@ -90,8 +101,6 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     text = config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
     attention = getattr(config, "_attn_implementation", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default") if isinstance(rope, dict) else None
     if text is not config:
         return f"{name} takes images"
     if config.is_encoder_decoder or not getattr(model, "_supports_attention_backend", False):
@@ -100,8 +109,8 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
         return f"{name} has layers that are not full attention ({', '.join(sorted(layers)) or 'sliding window'})"
     if attention != "sdpa" and not str(attention).startswith("flash_attention"):
         return f"attn_implementation is {attention!r}, not 'sdpa' or a flash_attention"
-    if not rope or rope_type not in ROPE_TYPES:
-        return f"{name} has no rotary embedding of a fixed scale (rope_type {rope_type!r})"
+    if not positions_are_relative(model):
+        return f"{name} has no rotary embedding of a fixed scale"
     if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
         return f"{name} takes no position_ids"
     return None
@@ -111,6 +120,8 @@ def draws_dropout(model: nn.Module) -> bool:
     """Whether the model draws random masks while it trains: then no two copies of a prompt are computed alike."""
     config = getattr(model, "config", None)
     rates = vars(config).items() if config is not None else ()
+    # Those of heads that a causal LM does not have are in its config all the same.
+    rates = [(key, rate) for key, rate in rates if not key.startswith(("classifier_", "summary_"))]
     functional = any(isinstance(rate, float) and rate > 0 for key, rate in rates if key.endswith(("dropout", "pdrop")))
     return functional or any(m.p > 0 for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
 

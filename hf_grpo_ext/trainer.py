@@ -36,7 +36,7 @@ from trl.trainer.utils import get_config_model_id, is_async_callable
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
-from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
+from .diagnostics import MetricWindow, combine_rounds, mismatch_metrics, reward_metrics, sequence_logprob_error
 from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
 from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
@@ -60,7 +60,14 @@ from .rewards import (
     ComponentReward,
     component_weights,
 )
-from .shared_prompt import draws_dropout, packed_log_probs, prepare_model, same_in_both_layouts, why_not_packed
+from .shared_prompt import (
+    draws_dropout,
+    packed_log_probs,
+    positions_are_relative,
+    prepare_model,
+    same_in_both_layouts,
+    why_not_packed,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -198,6 +205,12 @@ class GRPOExtTrainer(GRPOTrainer):
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
+        if args.use_dynamic_sampling and not positions_are_relative(self._base_model(self.model)):
+            raise ValueError(
+                f"use_dynamic_sampling=True with {type(self._base_model(self.model)).__name__}: its rounds differ in "
+                "width, and the log-probabilities of a model without a rotary embedding of a fixed scale depend on "
+                "padding. Use another model, or use_dynamic_sampling=False."
+            )
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
             raise _cannot_share(reason)
 
@@ -352,17 +365,25 @@ class GRPOExtTrainer(GRPOTrainer):
         columns: dict[str, Tensor] = {}
         # TRL's table of completions holds one batch: one without a limit takes the rounds.
         logs, self._logs = self._logs, _without_limit(self._logs)
+        metrics = self._metrics[self._mode]
+        before = {name: len(values) for name, values in metrics.items()}
+        sizes: list[int] = []  # rows of each round
         try:
             while rounds.goes_on:
                 table = self._global_rows(self._scored(self._inputs_of_round(inputs, rounds)))
                 drawn = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
                 votes = (loss_token_mask(table) & table["sample_mask"][:, None]).any(-1)
                 rounds.record(self._groups_with_signal(votes, drawn))
+                sizes.append(len(votes))
                 rows = [group * size + i for group in rounds.take() for i in range(size)]
                 pool = take_rows(concatenate_rows([pool, table]) if pool else table, rows)
                 columns = joined_columns(columns, drawn, rows)
         finally:
             collected, self._logs = self._logs, logs
+        for name, values in metrics.items():  # one value a batch, of all that was drawn
+            new = values[before.get(name, 0) :]
+            if len(new) > 1:
+                values[-len(new) :] = [combine_rounds(name, new, sizes)]
         self._end_rounds(rounds, collected)
 
         absent = self._reward_table.new_full((len(rounds.chosen()) * size,), torch.nan)
@@ -386,8 +407,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._align_log_columns(list(collected["rewards"]))
         for column, values in _log_columns(self._logs, collected):
             column.extend([values[row] for row in rows] if len(values) == rounds.drawn * size else values)
-        # One value a batch, of all that was drawn, where each round has left its own.
-        log["frac_reward_zero_std"][-rounds.count :] = [1 - len(rounds.kept) / rounds.drawn]
+        log["frac_reward_zero_std"][-1] = 1 - len(rounds.kept) / rounds.drawn
         for name, value in rounds.metrics().items():
             log[name].append(value)
         if not rounds.missing:
@@ -463,6 +483,7 @@ class GRPOExtTrainer(GRPOTrainer):
         """The parent's, and remembers them: they are the micro-batches of one optimizer step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._raw_window, self._prepared_window = list(batches), []
+        self._metric_window = MetricWindow()  # of an interrupted run, nothing is left
         return batches, num_items
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -488,13 +509,16 @@ class GRPOExtTrainer(GRPOTrainer):
         """The same rows, less those without signal, so that the micro-batches cost little; or the window as it is."""
         # Images do not lie by rows; a quantile of entropies and a router loss belong to the micro-batch.
         moves = len({frozenset(batch) for batch in window}) == 1 and not set(MODEL_INPUTS) & set(window[0])
-        if not moves or self.top_entropy_quantile < 1 or self.aux_loss_enabled:
+        widths = {(batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]) for batch in window}
+        trim = positions_are_relative(self._base_model(self.model))
+        if not moves or self.top_entropy_quantile < 1 or self.aux_loss_enabled or (len(widths) > 1 and not trim):
             return window
         needs_all = self.args.loss_config.has_kl_term or self._entropy_bonus_enabled
         return plan_micro_batches(
             window,
             skip_silent_rows=self.args.skip_rows_without_signal and not needs_all,
             share_prompts=self._can_pack(self.model),
+            trim=trim,
             multiple_of=self.pad_to_multiple_of,
         )
 
@@ -749,12 +773,13 @@ class GRPOExtTrainer(GRPOTrainer):
             return
         values = self._metric_window.flush(self.accelerator.gather)
         if self._entropy_bonus_enabled:
-            entropy = values.pop("active_entropy") / max(values.pop("active_tokens"), 1.0)
+            total, tokens = values.pop("active_entropy"), values.pop("active_tokens")
             if self.model.training:
-                self._adapt_entropy_coef(entropy)
+                if tokens:
+                    self._adapt_entropy_coef(total / tokens)
                 values["entropy_coef"] = self.entropy_coef
-        # With no row left to average over there is a gap in the curves.
-        if values["num_valid_samples"] and values["frac_rows_skipped"] >= 1:
+        # With no row to average over there is a gap in the curves.
+        if not values["num_valid_samples"] or values["frac_rows_skipped"] >= 1:
             values = {name: values[name] for name in ROW_METRICS if name in values}
         log = self._metrics[self._mode]
         for name, value in values.items():

@@ -27,10 +27,11 @@ from tiny_env import (
     weights_of,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from hf_grpo_ext.shared_prompt import draws_dropout
 
 pytestmark = quiet
 
@@ -584,3 +585,89 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(
         other = build(**layout)
         assert len(other.watch.gradients) == 1
         assert difference(other.watch.gradients[0], expected) < 1e-6, name
+
+
+# Models whose log-probabilities depend on padding
+
+UNEVEN = Dataset.from_dict({"prompt": ["1 + 2 + 3 + 4 =", "5 ="]})
+
+
+@pytest.fixture(scope="module")
+def learned_positions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A GPT-2, which counts positions from the first column."""
+    folder = str(tmp_path_factory.mktemp("gpt2"))
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None))
+    with torch.no_grad():  # positions that matter
+        model.transformer.wpe.weight.mul_(20)
+        model.lm_head.weight.mul_(5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_model_with_learned_positions_keeps_the_width_of_its_rows(
+    learned_positions: str, tmp_path: Path, beta: float
+) -> None:
+    fields = {"dataset": UNEVEN, "beta": beta, "disable_dropout": True, "loss_type": "dapo"}
+    runs = [run(learned_positions, tmp_path, HALF, **fields, **layout) for layout in ({}, ACCUMULATED)]
+    stock = run(learned_positions, tmp_path, HALF, cls=GRPOTrainer, **fields)
+    for trainer in runs:
+        assert difference(trainer.watch.gradients[0], stock.watch.gradients[0]) < 1e-5
+    skipped = beta == 0
+    assert logged(runs[1], "frac_rows_skipped") == [0.5 if skipped else 0]
+    assert sum(len(batch["completion_ids"]) for batch in runs[1].trained) == (4 if skipped else 8)
+    if beta:
+        assert logged(runs[1], "kl") == pytest.approx([0], abs=1e-6)
+
+
+def test_dynamic_sampling_is_refused_where_padding_matters(learned_positions: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_dynamic_sampling=True with GPT2LMHeadModel: its rounds differ in width"):
+        make_trainer(learned_positions, tmp_path, HALF, use_dynamic_sampling=True)
+
+
+def test_dropout_of_heads_that_are_not_there_does_not_count(tmp_path: Path) -> None:
+    config = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.classifier_dropout, config.summary_first_dropout = 0.1, 0.1
+    assert not draws_dropout(Qwen2ForCausalLM(config))
+    config.attention_dropout = 0.1
+    assert draws_dropout(Qwen2ForCausalLM(config))
+
+
+def test_an_interrupted_step_leaves_no_metrics(tiny_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model, tmp_path, by_completion, learning_rate=0.0, **ACCUMULATED)
+    whole = type(trainer)._compute_loss
+    calls = iter(range(99))
+
+    def broken(self: Any, model: Any, inputs: Any) -> Tensor:
+        loss = whole(self, model, inputs)
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return loss
+
+    type(trainer)._compute_loss = broken
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert logged(trainer, "probs_ratio")[-1] == pytest.approx(1)
+
+
+def test_a_step_in_which_no_row_counts_leaves_a_gap_and_the_entropy_coefficient(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    trainer = run(
+        tiny_model,
+        tmp_path,
+        by_completion,
+        mixin=TruncatesAll,
+        mask_truncated_completions=True,
+        use_adaptive_entropy=True,
+        entropy_coef=0.1,
+        entropy_target=5.0,
+    )
+    assert logged(trainer, "num_valid_samples") == [0]
+    assert logged(trainer, "entropy") == logged(trainer, "probs_ratio") == []
+    assert trainer.entropy_coef == pytest.approx(0.1)

@@ -142,6 +142,13 @@ def test_a_static_cache_is_left_alone(llama: Any) -> None:
     assert first == (12, 4)
 
 
+def test_a_static_cache_with_a_mask_for_each_type_of_layer_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model = sharp(Qwen2ForCausalLM(Qwen2Config(**SIZES)))
+    first, *_ = check_same_draws(model, RAGGED, cache_implementation="static", disable_compile=True)
+    assert first == (12, 4)
+
+
 def test_layers_with_a_window_are_left_alone(windowed: Any) -> None:
     first, *_ = check_same_draws(windowed, RAGGED)
     assert first == (12, 4)
