@@ -106,3 +106,13 @@ def test_without_an_input_clamp_the_exponential_stays_finite(dtype: torch.dtype)
     value.backward()
     assert value.item() == 10.0
     assert lp.grad.item() == 0.0
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_weight_that_is_not_finite_is_0_with_a_gradient_and_without(requires_grad: bool) -> None:
+    log_weight = torch.tensor([math.nan, math.inf, -math.inf, 0.0], requires_grad=requires_grad)
+    weight = finite_exp(log_weight)
+    assert weight.tolist() == [0, 0, 0, 1]
+    if requires_grad:
+        weight.sum().backward()
+        assert log_weight.grad.tolist() == [0, 0, 0, 1]
