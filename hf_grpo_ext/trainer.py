@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object, is_peft_model, send_to_device
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -552,7 +552,8 @@ class GRPOExtTrainer(GRPOTrainer):
         if checkpoint is None:
             return
         file = Path(checkpoint) / self._state_file
-        state = torch.load(file, map_location=self.accelerator.device) if file.exists() else {}
+        # By way of the CPU, since torch cannot load to the "cpu:0" of a process among several.
+        state = send_to_device(torch.load(file, map_location="cpu"), self.accelerator.device) if file.exists() else {}
         if state.get("processes") != self.accelerator.num_processes:
             warnings.warn(
                 f"{checkpoint} has no rollouts for {self.accelerator.num_processes} processes: the run goes on from "
