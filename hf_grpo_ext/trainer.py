@@ -4,6 +4,7 @@ The seams, and what each one changes:
 
 | method of TRL's | here |
 | --- | --- |
+| `create_accelerator_and_postprocess` | the parent's, then FSDP2 rounds no log-probability to bf16 |
 | `_calculate_rewards` | the parent's, then the table of components instead of one column a function |
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
 | `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
@@ -17,6 +18,7 @@ The seams, and what each one changes:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections import defaultdict, deque
@@ -217,6 +219,14 @@ class GRPOExtTrainer(GRPOTrainer):
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=self._draws_dropout)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
+        super().create_accelerator_and_postprocess()
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy: Any = getattr(plugin, "mixed_precision_policy", None)
+        if getattr(policy, "output_dtype", None) is not None:
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
     # Rewards
 
