@@ -9,7 +9,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick mutate bench lint format clean
+.PHONY: demo test quick test-distributed mutate bench lint format clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ test: lint
 
 quick: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow and not distributed' $(ARGS)
+
+# DDP, FSDP2 and ZeRO in two CPU processes beside one (about 8 minutes on two cores).
+test-distributed: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py $(ARGS)
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)

@@ -4,6 +4,7 @@ The seams, and what each one changes:
 
 | method of TRL's | here |
 | --- | --- |
+| `create_accelerator_and_postprocess` | the parent's, then FSDP2 rounds no log-probability to bf16 |
 | `_calculate_rewards` | the parent's, then the table of components instead of one column a function |
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
 | `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
@@ -17,6 +18,7 @@ The seams, and what each one changes:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections import defaultdict, deque
@@ -28,6 +30,7 @@ from typing import Any, ClassVar, cast
 import torch
 from accelerate.utils import gather_object, is_peft_model, send_to_device
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -200,7 +203,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
         self._metric_window = MetricWindow()
-        self._warned_of_exhaustion = False
+        self._warned_of_exhaustion = self._shards_know_what_trains = False
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
@@ -217,6 +220,14 @@ class GRPOExtTrainer(GRPOTrainer):
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=self._draws_dropout)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
+        super().create_accelerator_and_postprocess()
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy: Any = getattr(plugin, "mixed_precision_policy", None)
+        if getattr(policy, "output_dtype", None) is not None:
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
     # Rewards
 
@@ -295,6 +306,9 @@ class GRPOExtTrainer(GRPOTrainer):
     def _scored(self, inputs: Any) -> dict[str, Any]:
         """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if not self._shards_know_what_trains:
+            _show_what_trains(self.model)
+            self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
         needs_prev = self.args.loss_config.use_kl_in_reward or threshold is not None
@@ -847,6 +861,14 @@ def _check_trainable(model: nn.Module) -> None:
             "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
             "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."
         )
+
+
+def _show_what_trains(model: nn.Module) -> None:
+    """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:
