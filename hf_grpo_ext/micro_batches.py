@@ -26,6 +26,11 @@ def loss_token_mask(batch: Mapping[str, Tensor]) -> Tensor:
     return mask if tool_mask is None else mask & tool_mask.bool()
 
 
+def counted_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """The tokens of `loss_token_mask` in the rows of `sample_mask`: `[B, T]` bool."""
+    return loss_token_mask(batch) & batch["sample_mask"].bool()[:, None]
+
+
 def valid_counts(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
     """Valid tokens and valid rows of the micro-batches of an optimizer step, `[2]`, float.
 
@@ -42,9 +47,7 @@ def valid_counts(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
     """
     counts = []
     for batch in batches:
-        sample_mask = batch["sample_mask"].bool()
-        tokens = loss_token_mask(batch) & sample_mask[:, None]
-        counts.append(torch.stack([tokens.sum(), sample_mask.sum()]))
+        counts.append(torch.stack([counted_tokens(batch).sum(), batch["sample_mask"].bool().sum()]))
     return torch.stack(counts).sum(0).float()
 
 
@@ -77,7 +80,7 @@ def has_signal(batch: Mapping[str, Tensor]) -> Tensor:
         >>> has_signal({**batch, "advantages": torch.tensor([0.5, 0.0, 0.5])}).tolist()
         [True, False, False]
     """
-    mask = loss_token_mask(batch) & batch["sample_mask"].bool()[:, None]
+    mask = counted_tokens(batch)
     advantages = batch["advantages"]
     return (mask & (advantages if advantages.dim() == 2 else advantages[:, None]).ne(0)).any(-1)
 

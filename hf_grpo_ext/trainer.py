@@ -48,6 +48,7 @@ from .micro_batches import (
     PROMPT_KEYS,
     concatenate_rows,
     constant_length_scale,
+    counted_tokens,
     loss_token_mask,
     plan_micro_batches,
     take_rows,
@@ -288,8 +289,8 @@ class GRPOExtTrainer(GRPOTrainer):
             batch = self._draw_until_full(inputs)
         else:
             batch = self._scored(inputs)
-        token_mask = loss_token_mask(batch) & batch["sample_mask"][:, None]
-        columns = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
+        token_mask = counted_tokens(batch)
+        columns = self._reward_columns
         group_ids = torch.arange(len(self._reward_table), device=token_mask.device) // self._group_size
         everywhere = self._gathered_for_advantages(batch, token_mask)
         advantages = self.adv_estimator.compute_advantage(
@@ -339,6 +340,10 @@ class GRPOExtTrainer(GRPOTrainer):
         return agree
 
     @property
+    def _reward_columns(self) -> dict[str, Tensor]:
+        return dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
+
+    @property
     def _weight_of_component(self) -> dict[str, float]:
         return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
 
@@ -385,8 +390,8 @@ class GRPOExtTrainer(GRPOTrainer):
         try:
             while rounds.goes_on:
                 table = self._global_rows(self._scored(self._inputs_of_round(inputs, rounds)))
-                drawn = dict(zip(self.reward_func_names, self._reward_table.unbind(-1), strict=True))
-                votes = (loss_token_mask(table) & table["sample_mask"][:, None]).any(-1)
+                drawn = self._reward_columns
+                votes = counted_tokens(table).any(-1)
                 rounds.record(self._groups_with_signal(votes, drawn))
                 sizes.append(len(votes))
                 rows = [group * size + i for group in rounds.take() for i in range(size)]
@@ -487,7 +492,7 @@ class GRPOExtTrainer(GRPOTrainer):
         weights = self._weight_of_component
         parts = self.adv_estimator.component_advantages(group_ids, columns, mask, reward_weights=weights)
         for name, value in reward_metrics(columns, group_ids, parts).items():
-            self._metrics[self._mode][name].append(value)
+            log[name].append(value)
 
     # The optimizer step
 
@@ -701,7 +706,7 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         logprobs, entropies, aux_loss = self._forward(model, inputs)
-        mask = loss_token_mask(inputs) & inputs["sample_mask"][:, None]
+        mask = counted_tokens(inputs)
         active = mask
         if self.top_entropy_quantile < 1.0:
             active = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)

@@ -32,6 +32,7 @@ from trl.trainer import grpo_trainer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train  # the worker beside this one
+from ending import leave
 from tiny import SPECIAL, THREE_SGD_STEPS  # the path comes first
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -221,11 +222,7 @@ def main() -> None:
         gc.collect()
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(results, out)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
+    leave()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Every process saves its step and reason to OUT_FILE.<rank>.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import warnings
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from ending import leave
 from tiny import THREE_SGD_STEPS, prompts  # the path comes first
 from train import Trainer, reward  # the worker beside this one
 
@@ -45,11 +44,7 @@ def main() -> None:
         local.trainer.train()
     rank = local.trainer.accelerator.process_index
     torch.save({"step": local.trainer.state.global_step, "reason": stop.reason}, f"{out}.{rank}")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
+    leave()
 
 
 if __name__ == "__main__":

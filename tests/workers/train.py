@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import tempfile
 import warnings
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from ending import leave
 from tiny import SPECIAL, THREE_SGD_STEPS, prompts  # the path comes first
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
@@ -74,11 +73,7 @@ def main() -> None:
             },
             out,
         )
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
+    leave()
 
 
 if __name__ == "__main__":
