@@ -45,9 +45,10 @@ quick: $(VENV)/.dev
 test-distributed: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py $(ARGS)
 
-# Every notebook as it is, 03 with SmolLM2 itself and a few steps (about 2 minutes on two cores). Writes nothing into them.
+# Every notebook as it is, 03 with SmolLM2 itself and a few steps (2 minutes). Writes nothing into them. One thread: on a busy
+# machine several wait for each other, five times as long.
 notebooks: $(VENV)/.notebooks
-	MODEL=$$($(BIN)/python recipes/_smollm2.py | tail -n 1) MAX_STEPS=3 $(BIN)/jupyter execute notebooks/*.ipynb
+	OMP_NUM_THREADS=1 MODEL=$$($(BIN)/python recipes/_smollm2.py | tail -n 1) MAX_STEPS=3 $(BIN)/jupyter execute notebooks/*.ipynb
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)
