@@ -249,12 +249,12 @@ def test_the_environment_counts_what_the_rollout_did(calls: Any, scores: Any) ->
 
 def test_a_rollout_does_not_see_the_one_before() -> None:
     rollout = tool_use.Calculator()
-    for expected in (1.0, 0.0):
+    for works in (True, False, True):
         rollout.reset(answer="6")
-        if expected:
+        if works:
             rollout.calculate("2 * 3")
             rollout.submit("6")
-        assert rollout.get_reward() == dict.fromkeys(("correctness", "valid_calls", "economy"), expected)
+        assert set(rollout.get_reward().values()) == {float(works)}
 
 
 def test_sums_are_all_different_and_their_answers_right() -> None:
