@@ -28,13 +28,17 @@ ORDER = [
     "micro_batches",
     "shared_prompt",
     "nemo_rl",
+    "objective",
     "config",
     "explain",
     "__main__",
     "callbacks",
     "trainer",
+    "async_config",
+    "async_rollouts",
+    "async_trainer",
 ]
-KNOW_TRL = {"config", "explain", "trainer"}
+KNOW_TRL = {"config", "explain", "trainer", "async_config", "async_rollouts", "async_trainer"}
 KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
 
 
