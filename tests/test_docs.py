@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -168,7 +169,10 @@ def names_in(words: list[str]) -> set[str]:
 
 
 def check_command(words: list[str], made_by_the_page: set[str]) -> None:
-    """A command names programs, files and options that exist."""
+    """A command names programs, files and options that exist, and its JSON can be read."""
+    for word in words:
+        if word.startswith("{"):
+            json.loads(word)
     while "=" in words[0]:  # variables
         words = words[1:]
     program, *rest = words
