@@ -12,8 +12,9 @@ from helpers import advantages
 from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, get_advantage_estimator
-from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows, whiten_tokens
+from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS
 from hf_grpo_ext.grouping import _Layout, group_baseline_and_std, group_has_signal, group_rows
+from hf_grpo_ext.normalization import whiten_rows, whiten_tokens
 
 TOKENS = 5
 # Groups of different size in mixed order.
