@@ -13,7 +13,7 @@ Survivors that change nothing that can be seen, or a bound that nothing depends 
   equal values are 0 anyway; which place stands for one that a group of one does not have.
 - importance.py, `exp` -> `expm1` and `zeros_like` -> `ones_like` in `finite_exp`: the same values are finite, and the
   stand-in is thrown away.
-- advantages.py, `abs() <= resolution` -> `<` (twice), and `count.clamp(min=1)` -> 2 (twice): they differ for a value of
+- normalization.py, `abs() <= resolution` -> `<` (twice), and `count.clamp(min=1)` -> 2 (twice): they differ for a value of
   0, and for one row or token, which are 0 either way.
 - advantages.py, the 16 of gdpo's resolution, and the 1e3, the `>` and the stand-in for NaN of the bound on rewards:
   margins, far from any value that is used.
@@ -38,7 +38,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_grpo_ext"
-MODULES = ("reductions.py", "grouping.py", "kl.py", "importance.py", "advantages.py", "loss.py", "loss_config.py")
+MODULES = (
+    "reductions.py",
+    "grouping.py",
+    "kl.py",
+    "importance.py",
+    "normalization.py",
+    "advantages.py",
+    "loss.py",
+    "loss_config.py",
+)
 TESTS = (
     "test_kl_and_importance.py",
     "test_golden.py",

@@ -12,8 +12,9 @@ from helpers import advantages
 from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, get_advantage_estimator
-from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows, whiten_tokens
+from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS
 from hf_grpo_ext.grouping import _Layout, group_baseline_and_std, group_has_signal, group_rows
+from hf_grpo_ext.normalization import whiten_rows, whiten_tokens
 
 TOKENS = 5
 # Groups of different size in mixed order.
@@ -366,7 +367,7 @@ def test_the_largest_reward_is_a_thousandth_of_what_fits() -> None:
 
 
 @every_variant
-@pytest.mark.parametrize("hole", ["none", "masked", "unscored"])
+@pytest.mark.parametrize("hole", ["none", "masked", "unscored", "one component absent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_group_first_and_the_batch_later_is_the_same(config: dict[str, Any], hole: str, dtype: torch.dtype) -> None:
     """What the asynchronous trainer does, whose worker sees a group and whose optimizer step sees the batch."""
@@ -374,6 +375,8 @@ def test_the_group_first_and_the_batch_later_is_the_same(config: dict[str, Any],
     tokens, estimator = mask(), get_advantage_estimator(AdvEstimatorConfig(**config, advantage_clip_high=1.2))
     if hole == "unscored":
         table = {name: column.index_fill(0, torch.tensor([3]), torch.nan) for name, column in table.items()}
+    if hole == "one component absent":
+        table["length"] = table["length"].index_fill(0, torch.tensor([3]), torch.nan)
     ids = torch.tensor(GROUPS)
     want = estimator.compute_advantage(ids, table, tokens)
     of_groups = torch.empty(len(ids), dtype=torch.float64)
@@ -401,6 +404,7 @@ def test_components_that_cancel_in_their_groups_are_no_noise_for_the_batch(dtype
     for x in ([1.0, 0.0, 0.0, 0.3], [0.7, 0.1, 0.9, 0.2]):
         column = torch.tensor(x, dtype=torch.float64)
         parts.append(estimator.group_advantages(torch.zeros(4), {"x": column, "y": 1 - column}))
+        assert parts[-1].abs().max() == 0
     assert estimator.over_batch(torch.cat(parts).to(dtype), torch.ones(8)).abs().max() == 0
     nearly_equal = torch.tensor([0.7, 0.7 * (1 + torch.finfo(dtype).eps), 0.7], dtype=dtype)
     assert estimator.over_batch(nearly_equal, torch.ones(3)).abs().max() == 0

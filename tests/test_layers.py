@@ -20,6 +20,7 @@ ORDER = [
     "rewards",
     "dynamic_sampling",
     "loss_config",
+    "normalization",
     "advantages",
     "loss",
     "diagnostics",
