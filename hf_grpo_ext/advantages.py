@@ -160,7 +160,7 @@ class AdvantageEstimator:
             TypeError: `rewards` is not a mapping.
             ValueError: shapes do not match, or a weight has no component.
         """
-        everything = torch.ones(len(group_ids), 1, dtype=torch.bool, device=group_ids.device)
+        everything = torch.ones_like(group_ids, dtype=torch.bool)[:, None]
         names, table, weights, mask = self._checked(group_ids, rewards, everything, reward_weights)
         if not len(group_ids):
             return table.new_zeros(0)

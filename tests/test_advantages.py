@@ -190,9 +190,10 @@ def test_scaling_one_component_changes_nothing_under_gdpo() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_components_that_cancel_are_not_whitened_into_noise(dtype: torch.dtype) -> None:
-    x = [1.0, 0.0, 0.0, 0.3, 0.7, 0.1, 0.9, 0.2]
-    a = advantages("gdpo", {"x": x, "y": [1 - value for value in x]}, dtype=dtype, normalize_rewards=False)
-    assert a.abs().max() == 0
+    for scale in (1.0, 1e3):
+        x = [scale * value for value in (1.0, 0.0, 0.0, 0.3, 0.7, 0.1, 0.9, 0.2)]
+        a = advantages("gdpo", {"x": x, "y": [scale - value for value in x]}, dtype=dtype, normalize_rewards=False)
+        assert a.abs().max() == 0
 
 
 def test_a_group_without_signal_stays_at_zero_beside_one_with_signal() -> None:
@@ -406,8 +407,9 @@ def test_components_that_cancel_in_their_groups_are_no_noise_for_the_batch(dtype
         parts.append(estimator.group_advantages(torch.zeros(4), {"x": column, "y": 1 - column}))
         assert parts[-1].abs().max() == 0
     assert estimator.over_batch(torch.cat(parts).to(dtype), torch.ones(8)).abs().max() == 0
-    nearly_equal = torch.tensor([0.7, 0.7 * (1 + torch.finfo(dtype).eps), 0.7], dtype=dtype)
-    assert estimator.over_batch(nearly_equal, torch.ones(3)).abs().max() == 0
+    for scale in (1.0, 1e3):
+        nearly_equal = torch.tensor([0.7, 0.7 * (1 + torch.finfo(dtype).eps), 0.7, torch.nan], dtype=dtype) * scale
+        assert estimator.over_batch(nearly_equal, torch.ones(4)).abs().max() == 0
 
 
 @every_variant
