@@ -107,6 +107,10 @@ class GRPOExtConfig(GRPOConfig):
             them. The gradient is the same; the metrics of the loss are averaged over the rows that are computed.
         stop_broken_run: stop a run whose loss is NaN, whose engine has drifted away or whose rewards teach nothing; see
             `StopBrokenRun`, which is added with its defaults.
+        reward_timeout: seconds that one call of a reward function may take; then the run ends as it does when the
+            function fails. `None` for no limit. It holds for functions, `async` functions and an environment's
+            `get_reward`, on Linux and macOS with the training in the main thread; not for reward models. A function
+            that cannot be interrupted ends its process 30 seconds later, with its stack on stderr.
         nemo_rl_config: a NeMo-RL YAML file; its blocks become the fields that are not set otherwise.
         reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
             component name (1 for a component that it does not name), also as a JSON string.
@@ -185,6 +189,13 @@ class GRPOExtConfig(GRPOConfig):
             "or in which no group of rollouts has had signal for long: adds the callback `StopBrokenRun`."
         },
     )
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one call of a reward function (no reward model) may take before the run ends, with "
+            "the last step saved. `None` for no limit."
+        },
+    )
     if TYPE_CHECKING:
         reward_weights: list[float] | dict[str, float] | None = None
     else:
@@ -224,6 +235,10 @@ class GRPOExtConfig(GRPOConfig):
         get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
         _check_updates_per_rollout(self)
         _check_dynamic_sampling(self)
+        if self.reward_timeout is not None and not 0 < self.reward_timeout < math.inf:
+            raise ValueError(
+                f"reward_timeout={self.reward_timeout}: it must be a positive number of seconds, or None for no limit."
+            )
         self.resolved = {name: getattr(self, name) for name in RESOLVED_FIELDS}
 
     def check_unchanged(self) -> None:

@@ -12,6 +12,9 @@ import hf_grpo_ext
 PACKAGE = Path(hf_grpo_ext.__file__).parent
 # Each module may import those above it.
 ORDER = [
+    "failures",
+    "timeouts",
+    "checkpoints",
     "reductions",
     "grouping",
     "kl",
@@ -35,7 +38,11 @@ ORDER = [
     "trainer",
 ]
 KNOW_TRL = {"config", "explain", "trainer"}
-KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
+KNOW_OTHERS = {
+    "checkpoints": {"transformers"},
+    "shared_prompt": {"transformers"},
+    "callbacks": {"accelerate", "transformers"},
+}
 
 
 def imports(module: str) -> set[str]:
