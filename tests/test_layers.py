@@ -12,6 +12,9 @@ import hf_grpo_ext
 PACKAGE = Path(hf_grpo_ext.__file__).parent
 # Each module may import those above it.
 ORDER = [
+    "failures",
+    "timeouts",
+    "checkpoints",
     "reductions",
     "grouping",
     "kl",
@@ -40,7 +43,11 @@ ORDER = [
     "async_trainer",
 ]
 KNOW_TRL = {"config", "explain", "trainer", "async_config", "async_rollouts", "async_trainer"}
-KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
+KNOW_OTHERS = {
+    "checkpoints": {"transformers"},
+    "shared_prompt": {"transformers"},
+    "callbacks": {"accelerate", "transformers"},
+}
 
 
 def imports(module: str) -> set[str]:
