@@ -20,6 +20,7 @@ ORDER = [
     "rewards",
     "dynamic_sampling",
     "loss_config",
+    "papers",
     "advantages",
     "loss",
     "diagnostics",
@@ -31,10 +32,12 @@ ORDER = [
     "config",
     "explain",
     "__main__",
+    "model_card",
+    "report",
     "callbacks",
     "trainer",
 ]
-KNOW_TRL = {"config", "explain", "trainer"}
+KNOW_TRL = {"config", "explain", "model_card", "trainer"}
 KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
 
 
