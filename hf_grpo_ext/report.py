@@ -242,19 +242,29 @@ def draw(axes_lines: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     all_axes = figure.subplots(len(axes_lines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, lines in zip(all_axes, axes_lines, strict=True):
         for line in lines:
-            # A line needs two points; a few, with gaps, are seen by their markers.
-            marker = "." if len(line["points"]) <= 100 else ""
-            axes.plot(*_columns(line["points"]), color=line["color"], marker=marker, linewidth=1.2)
+            steps, values = _columns(line["points"])
+            axes.plot(steps, values, color=line["color"], linewidth=1.2, marker=".", markevery=alone(values))
             axes.plot(*_columns(line["held_out"]), "D", color=line["color"], markerfacecolor="white", markersize=6)
         axes.grid(color="#e5e7eb", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    all_axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     all_axes[-1].set_xlabel("step")
     file = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def alone(values: Sequence[float]) -> list[int]:
+    """The places of the values without a neighbour, which no line goes through.
+
+    Example:
+        >>> alone([1.0, 2.0, math.nan, 3.0])
+        [3]
+    """
+    gap = [True, *map(math.isnan, values), True]
+    return [i for i in range(len(values)) if gap[i] and not gap[i + 1] and gap[i + 2]]
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -286,17 +296,19 @@ def shown_groups(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def messages(entry: Any) -> list[tuple[str, str]]:
-    """A prompt or a completion as pairs (role, text); one without a role is plain text. Long texts lose their middle.
+    """A prompt or a completion as pairs (role, text); one message needs no role. Long texts lose their middle.
 
     Example:
-        >>> messages([{"role": "assistant", "content": [{"type": "image"}, {"type": "text", "text": "a cat"}]}])
-        [('assistant', '[image] a cat')]
-        >>> messages("a cat")
-        [('', 'a cat')]
+        >>> messages([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}])
+        [('', '[image] What is it?')]
+        >>> messages([{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}])
+        [('user', 'What is it?'), ('assistant', 'A cat.')]
     """
     if not isinstance(entry, list) or not all(isinstance(message, Mapping) for message in entry):
         return [("", shortened(str(entry)))]
-    return [(str(message.get("role", "")), shortened(_text_of(message))) for message in entry]
+    texts = [shortened(_text_of(message)) for message in entry]
+    roles = [str(message.get("role", "")) for message in entry] if len(entry) > 1 else [""]
+    return list(zip(roles, texts, strict=True))
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
