@@ -54,11 +54,11 @@ def method(args: GRPOExtConfig) -> tuple[str, dict[str, str]]:
     Example:
         >>> name, paper = method(GRPOExtConfig(adv_estimator="gdpo", loss_fn="dapo", use_cpu=True))
         >>> name, paper["id"], paper["citation"].count("@misc")
-        ('GDPO with the DAPO loss', '2601.05242', 2)
+        ('GDPO and the DAPO loss', '2601.05242', 2)
     """
     estimator, loss = ESTIMATOR_PAPERS[args.adv_estimator_config.name], loss_paper(args)
     papers = list(dict.fromkeys([estimator, loss]))
-    name = estimator.method if loss == estimator else f"{estimator.method} with the {loss.method} loss"
+    name = estimator.method if loss == estimator else f"{estimator.method} and the {loss.method} loss"
     citation = "\n\n".join(paper.bibtex for paper in papers)
     return name, {"title": estimator.title, "id": str(estimator.arxiv), "citation": citation}
 

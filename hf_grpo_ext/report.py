@@ -26,17 +26,25 @@ CHARACTERS_SHOWN = 2000
 
 @dataclass(frozen=True)
 class Panel:
-    """Metrics that share a diagram, and what `docs/metrics.md` says of the first one in a healthy run."""
+    """Metrics that share a diagram.
+
+    Args:
+        title: of the diagram.
+        metrics: their names in the log.
+        healthy: what `docs/metrics.md` says of the first one in a healthy run.
+        held_out: whether the values of an evaluation say something besides.
+    """
 
     title: str
     metrics: tuple[str, ...]
-    healthy: str
+    healthy: str = ""
+    held_out: bool = False
 
 
 PANELS = (
-    Panel("Reward", ("reward",), "rises, then levels off"),
+    Panel("Reward", ("reward",), "rises, then levels off", held_out=True),
     Panel("Groups without signal", ("frac_reward_zero_std",), "0.1 to 0.6"),
-    Panel("Entropy of the policy (nats)", ("entropy",), "falls slowly"),
+    Panel("Entropy of the policy (nats)", ("entropy",), "falls slowly", held_out=True),
     Panel("Gradient norm", ("grad_norm",), "steady, within a factor of ten"),
     Panel("Loss (nats)", ("loss",), "near 0 on-policy"),
     Panel("Share of tokens clipped", ("clip_fraction_low", "clip_fraction_high"), "0 on-policy; up to 0.2 off-policy"),
@@ -45,10 +53,10 @@ PANELS = (
     Panel("Engine against trainer", ("token_mult_prob_error",), "1.00 to 1.05"),
     Panel("Outside the truncation", ("is_oob_ratio",), "below 0.05"),
     Panel("Rollouts the engines disagree on", ("seq_logprob_error/masked_rows",), "0, or a few"),
-    Panel("Rows not computed", ("frac_rows_skipped",), ""),
+    Panel("Rows not computed", ("frac_rows_skipped",)),
     Panel("Rounds of dynamic sampling", ("dynamic_sampling/rounds",), "1 to 3"),
-    Panel("Completion length (tokens)", ("completions/mean_length", "completions/max_length"), ""),
-    Panel("Completions cut off", ("completions/clipped_ratio",), ""),
+    Panel("Completion length (tokens)", ("completions/mean_length", "completions/max_length"), held_out=True),
+    Panel("Completions cut off", ("completions/clipped_ratio",), held_out=True),
 )
 
 
@@ -193,7 +201,7 @@ def component_figure(log_history: Sequence[Mapping[str, Any]], name: str) -> dic
         "share of the advantage": f"rewards/{name}/advantage_share",
         "groups without signal": f"rewards/{name}/frac_groups_without_signal",
     }
-    lines = [_line(log_history, "mean", f"rewards/{name}/mean", 0)]
+    lines = [_line(log_history, "mean", f"rewards/{name}/mean", 0, held_out=True)]
     below = [_line(log_history, label, metric, i) for i, (label, metric) in enumerate(lower.items(), start=1)]
     return {
         "title": name,
@@ -207,7 +215,7 @@ def component_figure(log_history: Sequence[Mapping[str, Any]], name: str) -> dic
 def panel_figure(log_history: Sequence[Mapping[str, Any]], panel: Panel) -> dict[str, Any]:
     """The curves of a panel."""
     metrics = [metric for metric in panel.metrics if has_values(log_history, [metric])]
-    lines = [_line(log_history, metric, metric, i) for i, metric in enumerate(metrics)]
+    lines = [_line(log_history, metric, metric, i, panel.held_out) for i, metric in enumerate(metrics)]
     return {
         "title": panel.title,
         "legend": [(line["label"], line["color"]) for line in lines],
@@ -217,12 +225,14 @@ def panel_figure(log_history: Sequence[Mapping[str, Any]], panel: Panel) -> dict
     }
 
 
-def _line(log_history: Sequence[Mapping[str, Any]], label: str, metric: str, place: int) -> dict[str, Any]:
+def _line(
+    log_history: Sequence[Mapping[str, Any]], label: str, metric: str, place: int, held_out: bool = False
+) -> dict[str, Any]:
     return {
         "label": label,
         "color": COLORS[place],
         "points": curve(log_history, metric),
-        "held_out": curve(log_history, f"eval_{metric}"),
+        "held_out": curve(log_history, f"eval_{metric}") if held_out else [],
     }
 
 

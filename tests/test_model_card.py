@@ -72,11 +72,11 @@ def test_a_bibtex_entry_is_one(paper: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "name", "cited"),
     [
-        ({}, "GRPO with the PPO loss", ["shao2024deepseekmath", "schulman2017ppo"]),
-        ({"adv_estimator": "gdpo", "loss_fn": "dapo"}, "GDPO with the DAPO loss", ["liu2026gdpo", "yu2025dapo"]),
+        ({}, "GRPO and the PPO loss", ["shao2024deepseekmath", "schulman2017ppo"]),
+        ({"adv_estimator": "gdpo", "loss_fn": "dapo"}, "GDPO and the DAPO loss", ["liu2026gdpo", "yu2025dapo"]),
         ({"loss_fn": "grpo"}, "GRPO", ["shao2024deepseekmath"]),
-        ({"loss_fn": "rloo"}, "GRPO with the RLOO loss", ["shao2024deepseekmath", "ahmadian2024rloo"]),
-        ({"loss_type": "dr_grpo"}, "GRPO with the Dr. GRPO loss", ["shao2024deepseekmath", "liu2025drgrpo"]),
+        ({"loss_fn": "rloo"}, "GRPO and the RLOO loss", ["shao2024deepseekmath", "ahmadian2024rloo"]),
+        ({"loss_type": "dr_grpo"}, "GRPO and the Dr. GRPO loss", ["shao2024deepseekmath", "liu2025drgrpo"]),
         (
             {"adv_estimator": "reinforce_plus_plus", "loss_fn": "reinforce_plus_plus"},
             "REINFORCE++",
@@ -84,7 +84,7 @@ def test_a_bibtex_entry_is_one(paper: Any) -> None:
         ),
         (
             {"loss_fn": {"name": "gspo", "ratio_clip_max": 0.1}},
-            "GRPO with the GSPO loss",
+            "GRPO and the GSPO loss",
             ["shao2024deepseekmath", "zheng2025gspo"],
         ),
     ],
@@ -201,7 +201,7 @@ def test_the_card_is_written_on_save(tiny_model: str, tmp_path: Path) -> None:
         "## Citations",
     ]
     for line in (
-        "trained with GDPO with the DAPO loss, a method introduced in [GDPO: Group reward-Decoupled",
+        "trained with GDPO and the DAPO loss, a method introduced in [GDPO: Group reward-Decoupled",
         "- Advantages: [GDPO](https://arxiv.org/abs/2601.05242)",
         "- Loss: [DAPO](https://arxiv.org/abs/2503.14476)\n",
         "- Rewards: `brief` (weight 1), `right` (weight 2)",

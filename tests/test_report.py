@@ -276,7 +276,7 @@ def test_it_shows_what_trained_and_not_what_was_evaluated_since(tiny_model: str,
     assert path == tmp_path / "report.html"
     page = Page(path)
     assert trainer.explain() in page.text
-    assert "GDPO with the PPO loss" in page.text
+    assert "GDPO and the PPO loss" in page.text
     assert "10 rows, columns prompt" in page.text
     assert page.tables[0] == [["what", "value"], ["x", "0.25"]]
     assert PROMPTS[2] in page.text
