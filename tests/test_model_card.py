@@ -83,9 +83,9 @@ def test_a_bibtex_entry_is_one(paper: Any) -> None:
             ["hu2025reinforceplusplus"],
         ),
         (
-            {"loss_fn": {"name": "gspo", "ratio_clip_max": 0.1}},
-            "GRPO and the GSPO loss",
-            ["shao2024deepseekmath", "zheng2025gspo"],
+            {"loss_fn": {"name": "dapo", "ratio_clip_max": 0.37}},
+            "GRPO and the DAPO loss",
+            ["shao2024deepseekmath", "yu2025dapo"],
         ),
     ],
 )

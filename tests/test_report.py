@@ -103,14 +103,14 @@ def test_what_comes_from_models_and_data_is_text(tmp_path: Path) -> None:
         facts={HOSTILE: HOSTILE},
         tables={HOSTILE: [{HOSTILE: HOSTILE}]},
         log_history=history([HOSTILE]),
-        rollouts=Rollouts([HOSTILE, HOSTILE], [HOSTILE, [message]], {HOSTILE: [1.0, 0.0]}, [1.0, -1.0], 2),
+        rollouts=Rollouts([HOSTILE, HOSTILE], [HOSTILE, [message, message]], {HOSTILE: [1.0, 0.0]}, [1.0, -1.0], 2),
     )
     harmless = written(tmp_path, log_history=history(["x"]))
     assert {tag for tag, _ in page.elements} - {tag for tag, _ in harmless.elements} <= {"dl", "dt", "dd"}
     assert all(image.startswith("data:") for image in page.images)
     assert not [attrs for _, attrs in page.elements if {"onload", "onerror"} & set(attrs)]
     # Title twice, objective, a fact, a table; the summary and the legend of a component; and the rollouts.
-    assert page.text.count(HOSTILE) == 2 + 1 + 2 + 3 + 2 + (1 + 2 + 1 + 3)
+    assert page.text.count(HOSTILE) == 2 + 1 + 2 + 3 + 2 + (1 + 2 + 1 + 6)
     assert not any("alert" in svg(image) for image in page.images)
 
 
@@ -208,6 +208,14 @@ def test_the_diagram_has_the_points() -> None:
     assert middle == pytest.approx((high + low) / 2, rel=1e-3)
 
 
+def test_a_point_without_a_neighbour_is_seen() -> None:
+    def markers(values: list[float]) -> int:
+        drawn = svg(draw([[{"color": "#1d4ed8", "points": list(enumerate(values)), "held_out": []}]]))
+        return len(re.findall(r"<use [^>]*fill: #1d4ed8", drawn))
+
+    assert [markers(values) for values in ([1.0, 2.0], [1.0], [1.0, 2.0, math.nan, 3.0])] == [0, 1, 1]
+
+
 def test_a_component_has_its_mean_above_and_its_part_in_the_advantage_below() -> None:
     whole = component_figure(history(["right"]), "right")
     assert [label for label, _ in whole["legend"]] == ["mean", "share of the advantage"]
@@ -217,6 +225,7 @@ def test_a_component_has_its_mean_above_and_its_part_in_the_advantage_below() ->
     for _, color in whole["legend"]:
         assert color in drawn
     alone = component_figure([{"step": 1, "rewards/right/mean": 1.0}], "right")
+    assert not alone["held_out"]
     assert len(set(re.findall(r'id="(axes_\d)"', svg(alone["image"])))) == 1
 
 
@@ -279,6 +288,7 @@ def test_it_shows_what_trained_and_not_what_was_evaluated_since(tiny_model: str,
     assert "GDPO and the PPO loss" in page.text
     assert "10 rows, columns prompt" in page.text
     assert page.tables[0] == [["what", "value"], ["x", "0.25"]]
+    assert "2 of 2 prompts" in page.text
     assert PROMPTS[2] in page.text
     assert "9 + 9 =" not in page.text
     shown = [float(value) for value in re.findall(r"advantage (-?\d\S*)", page.text)]
