@@ -94,24 +94,27 @@ HOSTILE = (
 )
 
 
-def test_what_comes_from_models_and_data_is_text(tmp_path: Path) -> None:
-    message = {"role": HOSTILE, "content": HOSTILE, "tool_calls": [{"function": {"name": HOSTILE, "arguments": {}}}]}
-    page = written(
-        tmp_path,
-        title=HOSTILE,
-        objective=HOSTILE,
-        facts={HOSTILE: HOSTILE},
-        tables={HOSTILE: [{HOSTILE: HOSTILE}]},
-        log_history=history([HOSTILE]),
-        rollouts=Rollouts([HOSTILE, HOSTILE], [HOSTILE, [message, message]], {HOSTILE: [1.0, 0.0]}, [1.0, -1.0], 2),
+def page_full_of(text: str, folder: Path) -> Page:
+    message = {"role": text, "content": text, "tool_calls": [{"function": {"name": text, "arguments": {}}}]}
+    return written(
+        folder,
+        title=text,
+        objective=text,
+        facts={text: text},
+        tables={text: [{text: text}]},
+        log_history=history([text]),
+        rollouts=Rollouts([text, text], [text, [message, message]], {text: [1.0, 0.0]}, [1.0, -1.0], 2),
     )
-    harmless = written(tmp_path, log_history=history(["x"]))
-    assert {tag for tag, _ in page.elements} - {tag for tag, _ in harmless.elements} <= {"dl", "dt", "dd"}
-    assert all(image.startswith("data:") for image in page.images)
-    assert not [attrs for _, attrs in page.elements if {"onload", "onerror"} & set(attrs)]
-    # Title twice, objective, a fact, a table; the summary and the legend of a component; and the rollouts.
+
+
+def test_what_comes_from_models_and_data_is_text(tmp_path: Path) -> None:
+    page, harmless = (page_full_of(text, tmp_path) for text in (HOSTILE, "QQQ"))
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in harmless.elements]
+    assert [set(attrs) for _, attrs in page.elements] == [set(attrs) for _, attrs in harmless.elements]
+    assert page.text == harmless.text.replace("QQQ", HOSTILE)
+    # Title twice, objective, a fact, a table; the summary and the diagram of a component; and the rollouts.
     assert page.text.count(HOSTILE) == 2 + 1 + 2 + 3 + 2 + (1 + 2 + 1 + 6)
-    assert not any("alert" in svg(image) for image in page.images)
+    assert page.images == harmless.images
 
 
 ODD_RUNS: dict[str, dict[str, Any]] = {
