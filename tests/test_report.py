@@ -302,6 +302,22 @@ def test_it_shows_what_trained_and_not_what_was_evaluated_since(tiny_model: str,
     assert trainer.write_report(tmp_path / "other.html").exists()
 
 
+def test_with_dynamic_sampling_it_shows_the_groups_that_were_kept(tiny_model: str, tmp_path: Path) -> None:
+    def even(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[float]:
+        # Prompts with an even first number have no signal, and are dropped.
+        return [
+            float(len(ids)) if int(prompt[0]) % 2 else 0.0 for ids, prompt in zip(completion_ids, prompts, strict=True)
+        ]
+
+    trainer = make_trainer(tiny_model, tmp_path, even, use_dynamic_sampling=True)
+    trainer.train()
+    rows, trained = trainer._last_rollouts, trainer.scored[-1]
+    assert rows.advantages == pytest.approx(trained["advantages"].tolist())
+    assert rows.rewards["even"] == trained["reward/even"].tolist()
+    assert all(int(prompt[0]) % 2 for prompt in rows.prompts)
+    assert [rows.prompts[i : i + G] for i in (0, G)] == [[rows.prompts[i]] * G for i in (0, G)]
+
+
 def test_one_process_writes_it(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny_model, tmp_path, score)
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
