@@ -9,7 +9,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick test-distributed mutate bench lint format clean
+.PHONY: demo test quick test-distributed mutate bench lint format docs clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,9 +49,13 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/kernels.py --json benchmarks/kernels.json
 	$(BIN)/python benchmarks/training_phase.py --json benchmarks/training_phase.json $(ARGS)
 
+# The site, in site/; a link that leads nowhere is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) outputs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

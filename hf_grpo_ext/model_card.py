@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from .config import ADVANTAGE_FIELDS, GRPOExtConfig
-from .explain import method_name, named_preset, objective
+from .config import GRPOExtConfig
+from .explain import method_name, named_preset, objective_lines
+from .objective import ADVANTAGE_FIELDS
 from .papers import ESTIMATOR_PAPERS, LOSS_PAPERS, Paper
 
 # The fields of TRL's that a reader asks for, besides the objective.
@@ -34,7 +35,7 @@ KL_KNOBS = ("reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp
 NEXT_HEADING = "### Framework versions"
 
 
-def loss_paper(args: GRPOExtConfig) -> Paper:
+def loss_paper(args: Any) -> Paper:
     """The paper of the loss: of the preset that it is, or was made from, else of the method that it is a form of."""
     c = args.loss_config
     forms = {
@@ -48,8 +49,11 @@ def loss_paper(args: GRPOExtConfig) -> Paper:
     return LOSS_PAPERS.get(method_name(args)) or LOSS_PAPERS[named_preset(args) or form]
 
 
-def method(args: GRPOExtConfig) -> tuple[str, dict[str, str]]:
+def method(args: Any) -> tuple[str, dict[str, str]]:
     """The name of the method and its paper, as the fields of TRL's template: `id`, `title`, `citation`.
+
+    Args:
+        args: a `GRPOExtConfig` or an `AsyncGRPOExtConfig`.
 
     Example:
         >>> name, paper = method(GRPOExtConfig(adv_estimator="gdpo", loss_fn="dapo", use_cpu=True))
@@ -138,7 +142,7 @@ def objective_section(args: GRPOExtConfig, weights: Mapping[str, float], data: s
             f"- Data: {data}",
             "",
             "```text",
-            *objective(args),
+            *objective_lines(args),
             "```",
             "",
             "What differs from the defaults, as `GRPOExtConfig` takes it:",

@@ -193,7 +193,7 @@ class GRPOExtTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
-        _check_trainable(self.model)
+        check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
         if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
@@ -375,7 +375,7 @@ class GRPOExtTrainer(GRPOTrainer):
         """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
-            _show_what_trains(self.model)
+            show_what_trains(self.model)
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
@@ -933,7 +933,8 @@ def _cannot_share(reason: str) -> ValueError:
     )
 
 
-def _check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module) -> None:
+    """Raises a `ValueError` if no parameter of the model trains."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
@@ -941,7 +942,7 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _show_what_trains(model: nn.Module) -> None:
+def show_what_trains(model: nn.Module) -> None:
     """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -21,6 +21,7 @@ ORDER = [
     "dynamic_sampling",
     "loss_config",
     "papers",
+    "normalization",
     "advantages",
     "loss",
     "diagnostics",
@@ -29,6 +30,7 @@ ORDER = [
     "micro_batches",
     "shared_prompt",
     "nemo_rl",
+    "objective",
     "config",
     "explain",
     "__main__",
@@ -36,8 +38,11 @@ ORDER = [
     "report",
     "callbacks",
     "trainer",
+    "async_config",
+    "async_rollouts",
+    "async_trainer",
 ]
-KNOW_TRL = {"config", "explain", "model_card", "trainer"}
+KNOW_TRL = {"config", "explain", "model_card", "trainer", "async_config", "async_rollouts", "async_trainer"}
 KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
 
 

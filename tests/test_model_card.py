@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from tiny import save_tiny_model
 from tiny_env import by_completion, constant, make_trainer, quiet
 
-from hf_grpo_ext import PRESETS, GRPOExtConfig
+from hf_grpo_ext import PRESETS, AsyncGRPOExtConfig, GRPOExtConfig
 from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS
 from hf_grpo_ext.model_card import add_section, describe_dataset, differences, loss_paper, method
 from hf_grpo_ext.papers import ESTIMATOR_PAPERS, LOSS_PAPERS
@@ -94,6 +94,11 @@ def test_the_method_and_what_it_cites(fields: dict[str, Any], name: str, cited: 
     assert found == name
     assert re.findall(r"@\w+\{(\w+),", paper["citation"]) == cited
     assert paper["id"] == ESTIMATOR_PAPERS[config(**fields).adv_estimator_config.name].arxiv
+
+
+def test_the_asynchronous_trainer_names_its_method_too() -> None:
+    args = AsyncGRPOExtConfig(use_cpu=True, bf16=False, adv_estimator="gdpo", loss_fn="dapo")
+    assert method(args)[0] == "GDPO and the DAPO loss"
 
 
 @pytest.mark.parametrize(
