@@ -37,9 +37,9 @@ test: lint
 quick: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m 'not slow and not distributed' $(ARGS)
 
-# DDP, FSDP2 and ZeRO in two CPU processes beside one (about 8 minutes on two cores).
+# DDP, FSDP2 and ZeRO in two CPU processes beside one, and processes that break (about 12 minutes on two cores).
 test-distributed: $(VENV)/.dev
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py tests/test_survival.py $(ARGS)
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)

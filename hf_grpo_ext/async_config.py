@@ -51,9 +51,6 @@ class AsyncGRPOExtConfig(ObjectiveConfig, AsyncGRPOConfig):
             "help": "Drop groups whose rewards are all equal in the worker, so that they cost no training token."
         },
     )
-    reward_timeout: float | None = field(
-        default=None, metadata={"help": "Seconds that the rewards of a group may take; then the run ends."}
-    )
     use_dynamic_sampling: bool = field(
         default=False, metadata={"help": "Refused: use `drop_groups_without_signal` instead."}
     )
@@ -78,8 +75,6 @@ class AsyncGRPOExtConfig(ObjectiveConfig, AsyncGRPOConfig):
                 "samples all the time. Set drop_groups_without_signal=True: groups without signal are then dropped in "
                 "the worker, and the next ones take their place."
             )
-        if self.reward_timeout is not None and not self.reward_timeout > 0:
-            raise ValueError(f"reward_timeout={self.reward_timeout}: give a number of seconds above 0, or None.")
         block = as_block(self.loss_fn, "loss_fn", PRESETS, ClippedPGLossConfig)
         if block.get(CORRECTION) is False:
             raise ValueError(

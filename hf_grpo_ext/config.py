@@ -66,6 +66,10 @@ class GRPOExtConfig(ObjectiveConfig, GRPOConfig):
             them. The gradient is the same; the metrics of the loss are averaged over the rows that are computed.
         stop_broken_run: stop a run whose loss is NaN, whose engine has drifted away or whose rewards teach nothing; see
             `StopBrokenRun`, which is added with its defaults.
+        reward_timeout: seconds that one call of a reward function may take; then the run ends as it does when the
+            function fails. `None` for no limit. It holds for functions, `async` functions and an environment's
+            `get_reward`, on Linux and macOS with the training in the main thread; not for reward models. A function
+            that cannot be interrupted ends its process 30 seconds later, with its stack on stderr.
         nemo_rl_config: a NeMo-RL YAML file; its blocks become the fields that are not set otherwise.
         reward_weights: TRL's list, one weight a reward function, which applies to each of its components; or a dict by
             component name (1 for a component that it does not name), also as a JSON string.

@@ -72,6 +72,13 @@ class ObjectiveConfig:
             "or in which no group of rollouts has had signal for long: adds the callback `StopBrokenRun`."
         },
     )
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one call of a reward function (no reward model) may take before the run ends, with "
+            "the last step saved. `None` for no limit."
+        },
+    )
     if TYPE_CHECKING:
         reward_weights: list[float] | dict[str, float] | None = None
     else:
@@ -104,6 +111,10 @@ class ObjectiveConfig:
         self.adv_estimator = _resolve_adv_estimator(self)
         self.loss_fn = _resolve_loss(self)
         get_advantage_estimator(self.adv_estimator_config, self.loss_config)  # do the two go together?
+        if self.reward_timeout is not None and not 0 < self.reward_timeout < math.inf:
+            raise ValueError(
+                f"reward_timeout={self.reward_timeout}: it must be a positive number of seconds, or None for no limit."
+            )
         self.resolved = {name: getattr(self, name) for name in self.FIXED}
 
     def check_unchanged(self) -> None:

@@ -12,6 +12,9 @@ import hf_grpo_ext
 PACKAGE = Path(hf_grpo_ext.__file__).parent
 # Each module may import those above it.
 ORDER = [
+    "failures",
+    "timeouts",
+    "checkpoints",
     "reductions",
     "grouping",
     "kl",
@@ -43,7 +46,11 @@ ORDER = [
     "async_trainer",
 ]
 KNOW_TRL = {"config", "explain", "model_card", "trainer", "async_config", "async_rollouts", "async_trainer"}
-KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
+KNOW_OTHERS = {
+    "checkpoints": {"transformers"},
+    "shared_prompt": {"transformers"},
+    "callbacks": {"accelerate", "transformers"},
+}
 
 
 def imports(module: str) -> set[str]:
