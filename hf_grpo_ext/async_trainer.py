@@ -38,6 +38,7 @@ from .diagnostics import MetricWindow
 from .explain import explain, warning_of_cut_sampling
 from .loss import METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import constant_length_scale
+from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
 from .shared_prompt import draws_dropout
@@ -96,6 +97,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self.loss_fn = ClippedPGLossFn(args.loss_config)
         self.adv_estimator = get_advantage_estimator(args.adv_estimator_config, args.loss_config)
         self.ref_model = self._make_reference()
+        self._name, self._paper = method(args)  # for TRL's model card
         worker = self.rollout_worker
         if isinstance(worker, AsyncRolloutWorker) and worker._loop_cls is _AsyncRolloutLoop:
             worker._loop_cls = RolloutLoop

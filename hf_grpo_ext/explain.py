@@ -33,15 +33,10 @@ def explain(args: Any, has_dropout: bool = True) -> str:
         >>> print(explain(GRPOExtConfig(loss_fn="dapo", use_cpu=True)).splitlines()[0])
         Loss: dapo
     """
-    loss = args.loss_config
     lines = [
-        f"Loss: {method_name(args)}",
-        *(f"    {line}" for line in loss_formula(args)),
-        f"Advantage: {args.adv_estimator_config.name}",
-        *(f"    {line}" for line in advantage_formula(args)),
-        *(_beside(args) if isinstance(args, GRPOExtConfig) else _beside_asynchronous(args)),
+        *objective_lines(args),
         "Values:",
-        *_values("loss_fn", loss, args),
+        *_values("loss_fn", args.loss_config, args),
         *_values("adv_estimator", args.adv_estimator_config, args),
     ]
     if advice := warnings_of_experience(args, has_dropout):
@@ -49,8 +44,19 @@ def explain(args: Any, has_dropout: bool = True) -> str:
     return "\n".join(lines)
 
 
+def objective_lines(args: Any) -> list[str]:
+    """What is trained, with its numbers in: the loss, the advantage, and what stands beside them."""
+    return [
+        f"Loss: {method_name(args)}",
+        *(f"    {line}" for line in loss_formula(args)),
+        f"Advantage: {args.adv_estimator_config.name}",
+        *(f"    {line}" for line in advantage_formula(args)),
+        *(_beside(args) if isinstance(args, GRPOExtConfig) else _beside_asynchronous(args)),
+    ]
+
+
 def method_name(args: Any) -> str:
-    """The preset whose knobs these are (the weight of the KL aside), or "custom"."""
+    """The preset whose knobs these are (the weight of the KL aside), the one that was named first, or "custom"."""
     loss = dataclasses.asdict(args.loss_config)
     defaults = {f.name: f.default for f in dataclasses.fields(ClippedPGLossConfig)}
     free = {
@@ -60,12 +66,20 @@ def method_name(args: Any) -> str:
         "kl_input_clamp_value",
         "kl_output_clamp_value",
     }
-    for name, knobs in PRESETS.items():
-        if (name == "dr_grpo") != (args.loss_type == "dr_grpo"):
-            continue
-        if all(loss[knob] == value for knob, value in (defaults | knobs).items() if knob not in free):
-            return name
-    return "custom"
+    matching = [
+        name
+        for name, knobs in PRESETS.items()
+        if (name == "dr_grpo") == (args.loss_type == "dr_grpo")
+        and all(loss[knob] == value for knob, value in (defaults | knobs).items() if knob not in free)
+    ]
+    named = named_preset(args)
+    return named if named in matching else next(iter(matching), "custom")
+
+
+def named_preset(args: Any) -> str | None:
+    """The preset that `loss_fn` names, whatever else it changes; `None` if it names none."""
+    sources = {source for value, source in args.sources.items() if value.startswith("loss_fn.")}
+    return next((name for name in PRESETS if f"preset {name!r}" in sources), None)
 
 
 def loss_formula(args: Any) -> list[str]:

@@ -13,6 +13,7 @@ The seams, and what each one changes:
 | `_save_rng_state`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
 | `train` | the parent's, from complete checkpoints; the last step is saved before a reward that failed ends the run |
 | `_generate_single_turn` | the parent's, with each prompt prefilled once |
+| `create_model_card` | the parent's card, with the objective in it |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
@@ -25,8 +26,9 @@ import math
 import shutil
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -60,9 +62,11 @@ from .micro_batches import (
     take_rows,
     valid_counts,
 )
+from .model_card import add_section, describe_dataset, method, objective_section
 from .packing import PackedRows, pack_rows
 from .prefill import prefill_once
 from .reductions import masked_mean, masked_sum
+from .report import Rollouts, write_report
 from .rewards import (
     COMPONENT_PREFIX,
     AsyncComponentReward,
@@ -90,6 +94,7 @@ SEAMS = (
     "_generate_single_turn",
     "_save_checkpoint",
     "_load_optimizer_and_scheduler",
+    "create_model_card",
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "training_step",
@@ -114,6 +119,9 @@ COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric
 
 # Logged of every step, also of one without a row that is computed.
 ROW_METRICS = ("num_valid_samples", "frac_rows_skipped", "entropy_coef")
+
+# Whose versions a report tells.
+LIBRARIES = ("hf_grpo_ext", "trl", "transformers", "torch")
 
 # Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
 WORTH_PACKING = 0.95
@@ -154,6 +162,8 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_func_names: list[str]
     reward_weights: Tensor
     entropy_coef: float
+    _name: str
+    _paper: dict[str, str]
     _last_world_entropy: float
     control: Any
     _step: int
@@ -214,6 +224,8 @@ class GRPOExtTrainer(GRPOTrainer):
         # The optimizer steps before the one that is being prepared or taken, and where the run was then.
         self._place_of_step: tuple[int, dict[str, Any]] = (-1, {})
         self._metric_window = MetricWindow()
+        self._last_rollouts: Rollouts | None = None
+        self._name, self._paper = method(args)  # for TRL's model card
         self._warned_of_exhaustion = self._shards_know_what_trains = False
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
@@ -231,6 +243,60 @@ class GRPOExtTrainer(GRPOTrainer):
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=self._draws_dropout)
+
+    def write_report(
+        self, path: str | Path | None = None, tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    ) -> Path | None:
+        """Writes one page about the run: objective, curves, and what trained last; call it after `train()`.
+
+        Args:
+            path: of the page; by default `report.html` in `output_dir`.
+            tables: what your script has measured besides, title -> rows, each column -> value.
+
+        Returns:
+            The path; `None` on processes other than the first, which writes it.
+        """
+        if not self.is_world_process_zero():
+            return None
+        args, state = self.args, self.state
+        facts = {
+            "Method": self._name,
+            "Model": get_config_model_id(self.model.config),
+            "Data": describe_dataset(self.train_dataset),
+            "Optimizer steps": state.global_step,
+            "Rollouts a generation batch": f"{args.generation_batch_size}, {self.num_generations} a prompt",
+            "Processes": self.accelerator.num_processes,
+            "Seed": args.seed,
+            "Versions": ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
+        }
+        return write_report(
+            Path(args.output_dir, "report.html") if path is None else path,
+            title=f"Training report: {Path(args.output_dir).resolve().name}",
+            objective=self.explain(),
+            log_history=state.log_history,
+            facts=facts,
+            tables=tables,
+            rollouts=self._last_rollouts,
+        )
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's card, `README.md` in `output_dir`, and in it what was trained.
+
+        Args:
+            model_name: as TRL's.
+            dataset_name: of the data set on the Hub, which does not tell it itself.
+            tags: as TRL's.
+        """
+        super().create_model_card(model_name, dataset_name, tags)
+        if not self.is_world_process_zero():
+            return
+        card = Path(self.args.output_dir, "README.md")
+        section = objective_section(
+            self.args, self._weight_of_component, describe_dataset(self.train_dataset, dataset_name)
+        )
+        card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
@@ -294,8 +360,9 @@ class GRPOExtTrainer(GRPOTrainer):
         columns = self._logs["rewards"]
         for name in set(columns) - set(names):
             del columns[name]
-        for name in set(names) - set(columns):
-            columns[name].extend([float("nan")] * len(self._logs["advantages"]))
+        for name in names:
+            if name not in columns:
+                columns[name].extend([float("nan")] * len(self._logs["advantages"]))
 
     def _check_groups(self, rows: int) -> None:
         if rows % self._group_size:
@@ -512,6 +579,12 @@ class GRPOExtTrainer(GRPOTrainer):
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
+        if self.model.training:
+            logs = self._logs
+            rewards = {name: list(column) for name, column in logs["rewards"].items()}
+            self._last_rollouts = Rollouts(
+                list(logs["prompt"]), list(logs["completion"]), rewards, list(logged), self._group_size
+            )
         self._log_signal(mask, columns, group_ids)
 
     def _log_signal(self, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:

@@ -23,6 +23,7 @@ ORDER = [
     "rewards",
     "dynamic_sampling",
     "loss_config",
+    "papers",
     "normalization",
     "advantages",
     "loss",
@@ -36,13 +37,15 @@ ORDER = [
     "config",
     "explain",
     "__main__",
+    "model_card",
+    "report",
     "callbacks",
     "trainer",
     "async_config",
     "async_rollouts",
     "async_trainer",
 ]
-KNOW_TRL = {"config", "explain", "trainer", "async_config", "async_rollouts", "async_trainer"}
+KNOW_TRL = {"config", "explain", "model_card", "trainer", "async_config", "async_rollouts", "async_trainer"}
 KNOW_OTHERS = {
     "checkpoints": {"transformers"},
     "shared_prompt": {"transformers"},

@@ -26,6 +26,7 @@ FINGERPRINTS = {
     "_prepare_inputs": "5af3fd0e05863c70",
     "_load_optimizer_and_scheduler": "15c2ddb9d080e7a2",
     "_save_checkpoint": "a7d3627bdf466faf",
+    "create_model_card": "1e539ccd6f9dec9d",
     "get_high_entropy_mask": "b25108dca83f1f0a",
     "get_off_policy_mask": "021bd342723817ba",
     "training_step": "7898429a45709229",
