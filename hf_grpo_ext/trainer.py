@@ -196,11 +196,15 @@ class GRPOExtTrainer(GRPOTrainer):
                 "that returns its `logprobs`."
             )
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
+        shown: dict[str, Any] = {"reward_weights": None} if isinstance(args.reward_weights, dict) else {}
+        if needs_engine:  # then TRL looks whether a vLLM server reports the log-probabilities that a correction needs
+            shown["vllm_importance_sampling_correction"] = True
+        with _shown_to_trl(args, shown):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
+        self.vllm_importance_sampling_correction = args.vllm_importance_sampling_correction
         check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
@@ -1044,15 +1048,14 @@ def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple
 
 
 @contextmanager
-def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[None]:
-    """Keeps a field that TRL would reject out of its sight while its constructor runs."""
-    value = getattr(args, name)
-    if hide:
-        setattr(args, name, None)
+def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]:
+    """Shows TRL's constructor other values of some fields."""
+    ours = {name: getattr(args, name) for name in values}
+    args.__dict__.update(values)
     try:
         yield
     finally:
-        setattr(args, name, value)
+        args.__dict__.update(ours)
 
 
 def _cannot_share(reason: str) -> ValueError:

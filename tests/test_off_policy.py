@@ -39,7 +39,7 @@ from tiny_env import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_grpo_ext import ClippedPGLossConfig, ClippedPGLossFn
+from hf_grpo_ext import ClippedPGLossConfig, ClippedPGLossFn, GRPOExtTrainer
 
 pytestmark = quiet
 CORRECTED = {"use_importance_sampling_correction": True}
@@ -308,6 +308,26 @@ def test_a_rollout_function_without_log_probabilities(tiny_model: str, tmp_path:
             trainer={"rollout_func": rollout},
             loss_fn={knob: True, "reference_policy_kl_penalty": 0.1},
         )
+
+
+@pytest.mark.parametrize("fields", [{"loss_fn": CORRECTED}, {"seq_logprob_error_threshold": 1.5}])
+def test_trl_looks_at_the_log_probabilities_of_a_server(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """It does, and warns of raw ones, where its own correction is on; ours is not corrected twice."""
+    seen = []
+
+    def look(self: Any) -> None:
+        seen.append(self.args.vllm_importance_sampling_correction)
+        raise InterruptedError
+
+    monkeypatch.setattr(GRPOExtTrainer, "create_accelerator_and_postprocess", look)
+    with pytest.raises(InterruptedError):
+        make_trainer(tiny_model, tmp_path, by_completion, trainer={"rollout_func": sampled_by(None)}, **fields)
+    assert seen == [True]
+    monkeypatch.undo()
+    trainer = make_trainer(tiny_model, tmp_path, by_completion, trainer={"rollout_func": sampled_by(None)}, **fields)
+    assert trainer.vllm_importance_sampling_correction is ("loss_fn" not in fields)
 
 
 # Sampling from a part of the distribution
