@@ -36,6 +36,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
+from .adapters import add_reference_adapter, starts_as_base
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
@@ -147,6 +148,7 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     reward_func_names: list[str]
     reward_weights: Tensor
+    beta: float
     entropy_coef: float
     _step: int
     _logs: dict[str, Any]
@@ -178,11 +180,19 @@ class GRPOExtTrainer(GRPOTrainer):
                 "that returns its `logprobs`."
             )
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
+        # TRL would copy the adapter named "default", whichever trains. (It refuses sync_ref_model if it sees beta.)
+        continued = isinstance(model, nn.Module) and is_peft_model(model) and not args.sync_ref_model
+        with (
+            _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)),
+            _hidden_from_trl(args, "beta", continued, instead=0.0),
+        ):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
+        self.beta = args.beta
+        if self.beta != 0 and (continued or (is_peft_model(self.model) and not starts_as_base(self.model))):
+            add_reference_adapter(self.model)
         _check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
@@ -842,11 +852,11 @@ def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple
 
 
 @contextmanager
-def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[None]:
-    """Keeps a field that TRL would reject out of its sight while its constructor runs."""
+def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool, instead: Any = None) -> Iterator[None]:
+    """Keeps a field that TRL would reject, or act on otherwise, out of its sight while its constructor runs."""
     value = getattr(args, name)
     if hide:
-        setattr(args, name, None)
+        setattr(args, name, instead)
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ ORDER = [
     "prefill",
     "micro_batches",
     "shared_prompt",
+    "adapters",
     "nemo_rl",
     "config",
     "explain",
