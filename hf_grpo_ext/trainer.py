@@ -218,6 +218,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
+        self._bases: dict[nn.Module, Any] = {}  # of each model, what is under its wrappers and its adapter
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.use_dynamic_sampling and not positions_are_relative(self._base_model(self.model)):
             raise ValueError(
@@ -676,8 +677,10 @@ class GRPOExtTrainer(GRPOTrainer):
             logger.info("Every row is computed on its own, since %s.", reason)
 
     def _base_model(self, model: nn.Module) -> Any:
-        base = self.accelerator.unwrap_model(model)
-        return base.get_base_model() if is_peft_model(base) else base
+        if model not in self._bases:  # kept, since Accelerate reads the metadata of packages every time
+            base = self.accelerator.unwrap_model(model)
+            self._bases[model] = base.get_base_model() if is_peft_model(base) else base
+        return self._bases[model]
 
     def _why_not_packed(self, base: nn.Module) -> str | None:
         if self.pad_to_multiple_of is not None:
