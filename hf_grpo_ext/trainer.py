@@ -320,6 +320,7 @@ class GRPOExtTrainer(GRPOTrainer):
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
             _show_what_trains(self.model)
+            _reduce_gradient_of_head(self._base_model(self.model))
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
@@ -887,6 +888,17 @@ def _show_what_trains(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+
+
+def _reduce_gradient_of_head(base: Any) -> None:
+    """Lets FSDP2 average the gradient of the head, which it does only for shards that it has put together itself.
+
+    TRL reads the weight of the head and never calls it. That goes unnoticed where another module of its unit is called,
+    as the last norm of a plain model is; under an adapter, which may train a whole head, it is a unit of its own.
+    """
+    head = base.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        base.base_model.register_forward_pre_hook(lambda *_: head.unshard() if torch.is_grad_enabled() else None)
 
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:

@@ -134,6 +134,8 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
+        if parameter.ds_status == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE:
+            return parameter.detach().clone()  # to let it go in the middle of a step is an error
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
     return parameter.detach().clone()
