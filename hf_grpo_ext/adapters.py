@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 REFERENCE_ADAPTER = "ref"  # TRL scores the reference with the adapter of this name, and with none where there is none
@@ -23,7 +24,7 @@ def starts_as_base(model: Any) -> bool:
 
 
 def add_reference_adapter(model: Any) -> None:
-    """Adds a frozen copy of the adapter that trains, named "ref".
+    """Adds a frozen copy of the adapter that trains, named "ref", which is not saved with the model.
 
     Args:
         model: a `PeftModel`, of which the active adapter trains.
@@ -37,6 +38,8 @@ def add_reference_adapter(model: Any) -> None:
             "trains is called, the reference of the KL. Load yours under another name; the copy of an earlier run goes "
             f"with model.delete_adapter({REFERENCE_ADAPTER!r})."
         )
+    # ZeRO-3 gathers nothing that is frozen, and PEFT cannot save what is not there.
+    model.save_pretrained = functools.partial(model.save_pretrained, selected_adapters=list(model.peft_config))
     policy = model.active_adapter
     config = copy.copy(model.peft_config[policy])
     # The weights are copied: PiSSA must not take its part out of the base again. And a reference draws nothing.

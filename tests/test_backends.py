@@ -35,7 +35,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 SIX_ROWS = {"per_device_train_batch_size": 6}  # a group of four stands across both processes
 FULL = {"learning_rate": 0.01}
 LORA = {"lora": {}, "learning_rate": 0.1}
-ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+# A step of AdamW is as long where the gradient is hardly more than its rounding as anywhere else: the differences are
+# those of a few such weights, and in proportion to the learning rate.
+ADAM = {"optim": "adamw_torch", "learning_rate": 5e-4}
 
 CASES: dict[str, dict[str, Any]] = {
     f"{preset}, {kind}, KL {beta}": {**fields, **weights, **SIX_ROWS, "beta": beta}
@@ -81,7 +83,7 @@ CASES |= {
         "resumes": True,
     },
     "resumed, LoRA": {**CASES["gdpo, LoRA, KL 0.1"], **ADAM, "resumes": True},
-    # An adapter on disk that is trained on; its reference is a frozen copy of it.
+    # An adapter on disk, with a whole head, is trained on; its reference is a frozen copy of it.
     "an adapter continued, KL 0.1": {**ADAPTED, "continues": "default"},
     "an adapter named policy, KL 0.1": {**ADAPTED, "continues": "policy"},
     "resumed, an adapter named policy": {**ADAPTED, **ADAM, "continues": "policy", "resumes": True},
@@ -168,7 +170,7 @@ def on_two_cpu_processes(backend: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    save_tiny_adapter(Path(folder) / "adapter", folder)
+    save_tiny_adapter(Path(folder) / "adapter", folder, modules_to_save=["lm_head"])
     return folder
 
 
@@ -279,8 +281,9 @@ class TestBackends:
         WORST.setdefault(case, {"moved": far})[backend] = worst
         assert far > 1e-3
         assert worst <= bound(case)
-        # A run that goes on does not know the rewards that earlier prompts alone had.
-        check_same_log(want["log"], got["log"], besides=("rewards/first_",) if "resumes" in CASES[case] else ())
+        # A run that goes on does not know the rewards that earlier prompts alone had, and averages what is left.
+        unlike = ("rewards/first_", "train_loss") if "resumes" in CASES[case] else ()
+        check_same_log(want["log"], got["log"], besides=unlike)
 
     @pytest.mark.parametrize("case", CASES)
     def test_the_backend_is_the_one_that_was_asked_for(self, two: dict[str, Any], backend: str, case: str) -> None:

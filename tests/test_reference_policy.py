@@ -168,6 +168,7 @@ def test_a_saved_adapter_loads_with_plain_peft(
     trainer.save_model(str(tmp_path / "saved"))
     folder = tmp_path / "saved" / ("" if NAMES[kind] == "default" else NAMES[kind])
     saved = peft.PeftModel.from_pretrained(base(tiny_model), folder).eval()
+    assert not (tmp_path / "saved" / "ref").exists()
     ids = torch.tensor([[5, 15, 6, 17, 20, 21, 22]])
     with torch.no_grad():
         logits = saved(ids).logits

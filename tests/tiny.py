@@ -87,11 +87,11 @@ def save_tiny_model(folder: Path, seed: int = 0, **overrides: Any) -> str:
     return str(folder)
 
 
-def save_tiny_adapter(folder: Path, model: str) -> str:
+def save_tiny_adapter(folder: Path, model: str, **overrides: Any) -> str:
     """Saves an adapter of the model that has learned something, and returns the folder."""
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**ADAPTER))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**(ADAPTER | overrides)))
     perturbed(adapted).save_pretrained(folder)
     return str(folder)
 
