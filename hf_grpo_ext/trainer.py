@@ -42,6 +42,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
+from .adapters import add_reference_adapter, starts_as_base
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
 from .checkpoints import checkpoint_to_resume, is_complete
@@ -161,6 +162,7 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     reward_func_names: list[str]
     reward_weights: Tensor
+    beta: float
     entropy_coef: float
     _name: str
     _paper: dict[str, str]
@@ -199,12 +201,19 @@ class GRPOExtTrainer(GRPOTrainer):
         shown: dict[str, Any] = {"reward_weights": None} if isinstance(args.reward_weights, dict) else {}
         if needs_engine:  # then TRL looks whether a vLLM server reports the log-probabilities that a correction needs
             shown["vllm_importance_sampling_correction"] = True
+        # TRL would copy the adapter named "default", whichever trains. (It refuses sync_ref_model if it sees beta.)
+        continued = isinstance(model, nn.Module) and is_peft_model(model) and not args.sync_ref_model
+        if continued:
+            shown["beta"] = 0.0
         with _shown_to_trl(args, shown):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
         self.vllm_importance_sampling_correction = args.vllm_importance_sampling_correction
+        self.beta = args.beta
+        if self.beta != 0 and (continued or (is_peft_model(self.model) and not starts_as_base(self.model))):
+            add_reference_adapter(self.model)
         check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
@@ -234,6 +243,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
+        self._bases: dict[nn.Module, Any] = {}  # of each model, what is under its wrappers and its adapter
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.use_dynamic_sampling and not positions_are_relative(self._base_model(self.model)):
             raise ValueError(
@@ -411,6 +421,7 @@ class GRPOExtTrainer(GRPOTrainer):
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
             show_what_trains(self.model)
+            reduce_gradient_of_head(self._base_model(self.model))
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
@@ -871,8 +882,10 @@ class GRPOExtTrainer(GRPOTrainer):
             logger.info("Every row is computed on its own, since %s.", reason)
 
     def _base_model(self, model: nn.Module) -> Any:
-        base = self.accelerator.unwrap_model(model)
-        return base.get_base_model() if is_peft_model(base) else base
+        if model not in self._bases:  # kept, since Accelerate reads the metadata of packages every time
+            base = self.accelerator.unwrap_model(model)
+            self._bases[model] = base.get_base_model() if is_peft_model(base) else base
+        return self._bases[model]
 
     def _why_not_packed(self, base: nn.Module) -> str | None:
         if self.pad_to_multiple_of is not None:
@@ -1049,7 +1062,7 @@ def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple
 
 @contextmanager
 def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]:
-    """Shows TRL's constructor other values of some fields."""
+    """Shows TRL's constructor other values of some fields, which it would refuse or act on otherwise."""
     ours = {name: getattr(args, name) for name in values}
     args.__dict__.update(values)
     try:
@@ -1080,6 +1093,17 @@ def show_what_trains(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+
+
+def reduce_gradient_of_head(base: Any) -> None:
+    """Lets FSDP2 average the gradient of the head, which it does only for shards that it has put together itself.
+
+    TRL reads the weight of the head and never calls it. That goes unnoticed where another module of its unit is called,
+    as the last norm of a plain model is; under an adapter, which may train a whole head, it is a unit of its own.
+    """
+    head = base.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        base.base_model.register_forward_pre_hook(lambda *_: head.unshard() if torch.is_grad_enabled() else None)
 
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:

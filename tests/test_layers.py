@@ -32,6 +32,7 @@ ORDER = [
     "prefill",
     "micro_batches",
     "shared_prompt",
+    "adapters",
     "nemo_rl",
     "objective",
     "config",

@@ -157,6 +157,16 @@ def logged(trainer: Any, name: str) -> list[float | None]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def check_same_log(want: list[dict[str, Any]], got: list[dict[str, Any]], besides: tuple[str, ...] = ()) -> None:
+    """Two runs logged the same metrics, apart from times and those whose names begin as in `besides`."""
+    for entries in zip(want, got, strict=True):
+        a, b = ({name: value for name, value in entry.items() if not name.startswith(besides)} for entry in entries)
+        assert a.keys() == b.keys()
+        for name in a:
+            if "runtime" not in name and "per_second" not in name and name != "step_time":
+                assert b[name] == (a[name] if a[name] is None else pytest.approx(a[name], rel=1e-4, abs=1e-5)), name
+
+
 def by_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward that varies inside the groups and depends on the completion alone, whatever the order of the rows."""
     return [hashlib.sha256(str(ids).encode()).digest()[0] / 64 for ids in completion_ids]
