@@ -647,7 +647,7 @@ class GRPOExtTrainer(GRPOTrainer):
         self._saved_step = self.state.global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The parent's. In a checkpoint an error ends all here, before some processes wait in a barrier of the parent's."""
+        """The parent's. In a checkpoint an error ends all here, before some wait in a barrier of the parent's."""
         of_checkpoint = _internal_call and output_dir is not None  # not of `push_to_hub`, which one process may call
         with self._saving_together(output_dir) if of_checkpoint else nullcontext():
             super().save_model(output_dir, _internal_call)
