@@ -86,11 +86,12 @@ class CompleteCheckpoints(GRPOTrainer):
         except Exception:
             if self.args.should_save and not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+                logger.error("Saving %s failed, and what was written of it is removed.", folder)
             raise
         self._saved_step = self.state.global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The parent's. In a checkpoint the processes wait for each other, since the parent may do so next."""
+        """The parent's. In a checkpoint an error ends all here, before some wait in a barrier of the parent's."""
         of_checkpoint = _internal_call and output_dir is not None  # not of `push_to_hub`, which one process may call
         with self._saving_together(output_dir) if of_checkpoint else nullcontext():
             super().save_model(output_dir, _internal_call)
