@@ -16,7 +16,7 @@ The seams, and what each one changes:
 | `create_model_card` | the parent's card, with the objective in it |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
-What calls the model is in `forward.py`, what draws prompts again in `drawing.py`, what saves and resumes in `saving.py`.
+What calls the model is in `forward.py`, what draws prompts again in `drawing.py`, what saves in `saving.py`.
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
 """
 
