@@ -26,6 +26,7 @@ class CompleteCheckpoints(GRPOTrainer):
     """The part of the trainer that saves and resumes."""
 
     control: Any
+    _card_of_checkpoint = False  # whether the next model card is that of a checkpoint, which all processes write
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
@@ -82,6 +83,7 @@ class CompleteCheckpoints(GRPOTrainer):
             with self._saving_together(folder):
                 if self.args.should_save:
                     (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+                self._card_of_checkpoint = True
                 super()._save_checkpoint(model, trial)
         except Exception:
             if self.args.should_save and not is_complete(folder):
@@ -95,6 +97,12 @@ class CompleteCheckpoints(GRPOTrainer):
         of_checkpoint = _internal_call and output_dir is not None  # not of `push_to_hub`, which one process may call
         with self._saving_together(output_dir) if of_checkpoint else nullcontext():
             super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _writing_card(self) -> Iterator[None]:
+        of_checkpoint, self._card_of_checkpoint = self._card_of_checkpoint, False
+        with self._saving_together("the model card") if of_checkpoint else nullcontext():
+            yield
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The parent's, and what an exact continuation needs besides: the place in the rollouts and in the prompts."""

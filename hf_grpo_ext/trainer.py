@@ -274,14 +274,13 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
             dataset_name: of the data set on the Hub, which does not tell it itself.
             tags: as TRL's.
         """
-        super().create_model_card(model_name, dataset_name, tags)
-        if not self.is_world_process_zero():
-            return
-        card = Path(self.args.output_dir, "README.md")
-        section = objective_section(
-            self.args, self._weight_of_component, describe_dataset(self.train_dataset, dataset_name)
-        )
-        card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
+        with self._writing_card():
+            super().create_model_card(model_name, dataset_name, tags)
+            if self.is_world_process_zero():
+                dataset = describe_dataset(self.train_dataset, dataset_name)
+                section = objective_section(self.args, self._weight_of_component, dataset)
+                card = Path(self.args.output_dir, "README.md")
+                card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
@@ -429,7 +428,8 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
 
     @property
     def _weight_of_component(self) -> dict[str, float]:
-        return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+        names, owners = self._components.names, self._components.owners
+        return dict(zip(names, self._weights_of(names, owners), strict=True))
 
     def _local_rows(self, rows: int) -> slice:
         """Which of the rows of all processes, `rows` on each, are ours."""
