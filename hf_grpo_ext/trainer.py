@@ -9,8 +9,11 @@ The seams, and what each one changes:
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
 | `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
 | `_get_per_token_logps_and_entropies` | each prompt computed once for its completions, or the parent's |
-| `_save_checkpoint`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
+| `_save_checkpoint`, `save_model` | the parent's; what fails on one process ends all |
+| `_save_rng_state`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
+| `train` | the parent's, from complete checkpoints; the last step is saved before a reward that failed ends the run |
 | `_generate_single_turn` | the parent's, with each prompt prefilled once |
+| `create_model_card` | the parent's card, with the objective in it |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
@@ -20,10 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -31,6 +36,7 @@ import torch
 from accelerate.utils import gather_object, is_peft_model, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -39,11 +45,13 @@ from trl.trainer.utils import get_config_model_id, is_async_callable
 from .adapters import add_reference_adapter, starts_as_base
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
+from .checkpoints import checkpoint_to_resume, is_complete
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow, combine_rounds, mismatch_metrics, reward_metrics, sequence_logprob_error
 from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
 from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
+from .failures import FailedTogether, failure_text, raise_together
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import (
     PROMPT_KEYS,
@@ -55,9 +63,11 @@ from .micro_batches import (
     take_rows,
     valid_counts,
 )
+from .model_card import add_section, describe_dataset, method, objective_section
 from .packing import PackedRows, pack_rows
 from .prefill import prefill_once
 from .reductions import masked_mean, masked_sum
+from .report import Rollouts, write_report
 from .rewards import (
     COMPONENT_PREFIX,
     AsyncComponentReward,
@@ -85,6 +95,7 @@ SEAMS = (
     "_generate_single_turn",
     "_save_checkpoint",
     "_load_optimizer_and_scheduler",
+    "create_model_card",
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "training_step",
@@ -109,6 +120,9 @@ COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric
 
 # Logged of every step, also of one without a row that is computed.
 ROW_METRICS = ("num_valid_samples", "frac_rows_skipped", "entropy_coef")
+
+# Whose versions a report tells.
+LIBRARIES = ("hf_grpo_ext", "trl", "transformers", "torch")
 
 # Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
 WORTH_PACKING = 0.95
@@ -150,6 +164,10 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_weights: Tensor
     beta: float
     entropy_coef: float
+    _name: str
+    _paper: dict[str, str]
+    _last_world_entropy: float
+    control: Any
     _step: int
     _logs: dict[str, Any]
     _buffered_inputs: Any
@@ -180,20 +198,23 @@ class GRPOExtTrainer(GRPOTrainer):
                 "that returns its `logprobs`."
             )
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        shown: dict[str, Any] = {"reward_weights": None} if isinstance(args.reward_weights, dict) else {}
+        if needs_engine:  # then TRL looks whether a vLLM server reports the log-probabilities that a correction needs
+            shown["vllm_importance_sampling_correction"] = True
         # TRL would copy the adapter named "default", whichever trains. (It refuses sync_ref_model if it sees beta.)
         continued = isinstance(model, nn.Module) and is_peft_model(model) and not args.sync_ref_model
-        with (
-            _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)),
-            _hidden_from_trl(args, "beta", continued, instead=0.0),
-        ):
+        if continued:
+            shown["beta"] = 0.0
+        with _shown_to_trl(args, shown):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
+        self.vllm_importance_sampling_correction = args.vllm_importance_sampling_correction
         self.beta = args.beta
         if self.beta != 0 and (continued or (is_peft_model(self.model) and not starts_as_base(self.model))):
             add_reference_adapter(self.model)
-        _check_trainable(self.model)
+        check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
         if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
@@ -208,12 +229,16 @@ class GRPOExtTrainer(GRPOTrainer):
         self._function_weights = self.reward_weights.tolist()
         self._components = ComponentNames(self._function_names)
         self.reward_funcs = [
-            _with_components(function, name)
+            _with_components(function, name, args.reward_timeout)
             for function, name in zip(self.reward_funcs, self._function_names, strict=True)
         ]
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
+        # The optimizer steps before the one that is being prepared or taken, and where the run was then.
+        self._place_of_step: tuple[int, dict[str, Any]] = (-1, {})
         self._metric_window = MetricWindow()
+        self._last_rollouts: Rollouts | None = None
+        self._name, self._paper = method(args)  # for TRL's model card
         self._warned_of_exhaustion = self._shards_know_what_trains = False
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
@@ -233,6 +258,60 @@ class GRPOExtTrainer(GRPOTrainer):
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=self._draws_dropout)
 
+    def write_report(
+        self, path: str | Path | None = None, tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    ) -> Path | None:
+        """Writes one page about the run: objective, curves, and what trained last; call it after `train()`.
+
+        Args:
+            path: of the page; by default `report.html` in `output_dir`.
+            tables: what your script has measured besides, title -> rows, each column -> value.
+
+        Returns:
+            The path; `None` on processes other than the first, which writes it.
+        """
+        if not self.is_world_process_zero():
+            return None
+        args, state = self.args, self.state
+        facts = {
+            "Method": self._name,
+            "Model": get_config_model_id(self.model.config),
+            "Data": describe_dataset(self.train_dataset),
+            "Optimizer steps": state.global_step,
+            "Rollouts a generation batch": f"{args.generation_batch_size}, {self.num_generations} a prompt",
+            "Processes": self.accelerator.num_processes,
+            "Seed": args.seed,
+            "Versions": ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
+        }
+        return write_report(
+            Path(args.output_dir, "report.html") if path is None else path,
+            title=f"Training report: {Path(args.output_dir).resolve().name}",
+            objective=self.explain(),
+            log_history=state.log_history,
+            facts=facts,
+            tables=tables,
+            rollouts=self._last_rollouts,
+        )
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's card, `README.md` in `output_dir`, and in it what was trained.
+
+        Args:
+            model_name: as TRL's.
+            dataset_name: of the data set on the Hub, which does not tell it itself.
+            tags: as TRL's.
+        """
+        super().create_model_card(model_name, dataset_name, tags)
+        if not self.is_world_process_zero():
+            return
+        card = Path(self.args.output_dir, "README.md")
+        section = objective_section(
+            self.args, self._weight_of_component, describe_dataset(self.train_dataset, dataset_name)
+        )
+        card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
+
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
         super().create_accelerator_and_postprocess()
@@ -245,9 +324,17 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         self.reward_func_names = self._function_names
-        per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        failure: BaseException | None = None
+        try:
+            per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except (Exception, SystemExit) as error:
+            failure = error
+            # The last thing that the parent does, and what the other processes wait for.
+            nothing = torch.zeros(len(prompts), len(self.reward_funcs), device=self.accelerator.device)
+            per_function = self.accelerator.gather(nothing)
         ours = [function if isinstance(function, ComponentReward) else None for function in self.reward_funcs]
-        self._components.update(gather_object([[list(function.components) if function else [] for function in ours]]))
+        seen = [list(function.components) if function else [] for function in ours]
+        self._components.update(self._seen_everywhere(seen, failure))
         names, owners = self._components.names, self._components.owners
 
         columns = self._components.local_columns(ours, len(prompts))
@@ -264,6 +351,19 @@ class GRPOExtTrainer(GRPOTrainer):
         self._reward_table = table
         return table
 
+    def _seen_everywhere(self, seen: list[list[str]], failure: BaseException | None) -> list[list[list[str]]]:
+        """The components that each process saw; where one has failed, all raise."""
+        text = None
+        if failure is not None:
+            failed = [repr(function.name) for function in self.reward_funcs if getattr(function, "failed", False)]
+            what = f"The reward function {failed[0]}" if failed else "Scoring the completions"
+            text = failure_text(what, self.accelerator.process_index, failure)
+        everywhere = gather_object([(seen, text)])
+        told = [text for _, text in everywhere]
+        self._rewards_failed = any(told)
+        raise_together(told, failure, "A reward function may return None for a completion that it cannot score.")
+        return [seen for seen, _ in everywhere]
+
     def _weights_of(self, names: Sequence[str], owners: Sequence[int]) -> list[float]:
         if isinstance(self.args.reward_weights, dict):
             return component_weights(names, self.args.reward_weights)
@@ -274,8 +374,9 @@ class GRPOExtTrainer(GRPOTrainer):
         columns = self._logs["rewards"]
         for name in set(columns) - set(names):
             del columns[name]
-        for name in set(names) - set(columns):
-            columns[name].extend([float("nan")] * len(self._logs["advantages"]))
+        for name in names:
+            if name not in columns:
+                columns[name].extend([float("nan")] * len(self._logs["advantages"]))
 
     def _check_groups(self, rows: int) -> None:
         if rows % self._group_size:
@@ -319,8 +420,8 @@ class GRPOExtTrainer(GRPOTrainer):
         """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
-            _show_what_trains(self.model)
-            _reduce_gradient_of_head(self._base_model(self.model))
+            show_what_trains(self.model)
+            reduce_gradient_of_head(self._base_model(self.model))
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
@@ -493,6 +594,12 @@ class GRPOExtTrainer(GRPOTrainer):
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
+        if self.model.training:
+            logs = self._logs
+            rewards = {name: list(column) for name, column in logs["rewards"].items()}
+            self._last_rollouts = Rollouts(
+                list(logs["prompt"]), list(logs["completion"]), rewards, list(logged), self._group_size
+            )
         self._log_signal(mask, columns, group_ids)
 
     def _log_signal(self, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
@@ -527,6 +634,7 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _prepare_window(self, batches: list[Any]) -> list[dict[str, Any]]:
         """All micro-batches of the optimizer step, so that their tokens are counted before the first backward."""
+        self._place_of_step = (self.state.global_step, self._place())
         first, window = self._step, []
         try:
             for offset, batch in enumerate(batches):
@@ -563,25 +671,118 @@ class GRPOExtTrainer(GRPOTrainer):
 
     # Checkpoints
 
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> Any:
+        """TRL's, and it goes on from complete checkpoints alone.
+
+        Args:
+            resume_from_checkpoint: `True` for the latest complete checkpoint in `output_dir`, or the path of one.
+            trial: as TRL's.
+            ignore_keys_for_eval: as TRL's.
+
+        Raises:
+            ValueError: a checkpoint is asked for that is not complete.
+            RuntimeError: a reward function or a save has failed on one of several processes. On a single process its
+                own error is raised. Where a reward has failed, the last step is saved before.
+        """
+        self._saved_step, self._rewards_failed = 0, False
+        checkpoint, skipped = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        for folder in skipped if self.accelerator.is_main_process else ():
+            warnings.warn(
+                f"{folder} is skipped, since saving it was interrupted: the run goes on from {checkpoint}.",
+                stacklevel=2,
+            )
+        try:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        except (Exception, SystemExit):
+            if self._rewards_failed:
+                self._save_last_step(trial)
+            raise
+
+    def _save_last_step(self, trial: Any) -> None:
+        """Saves the step before the one whose rewards failed; all processes do, at the same place."""
+        if self.args.save_strategy == "no" or self.state.global_step == self._saved_step:
+            return
+        self._save_checkpoint(self.model_wrapped, trial)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "%s holds the last finished step: train(resume_from_checkpoint=True) goes on from there.",
+                self._checkpoint_folder(trial),
+            )
+
+    def _checkpoint_folder(self, trial: Any) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The parent's, in an order that leaves a complete checkpoint whenever it is interrupted.
+
+        The parent writes `trainer_state.json` last, which makes a checkpoint complete, and deletes older ones then.
+        `_save_rng_state` has waited before for the files of all processes.
+        """
+        folder = self._checkpoint_folder(trial)
+        try:
+            with self._saving_together(folder):
+                if self.args.should_save:
+                    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+                super()._save_checkpoint(model, trial)
+        except Exception:
+            if self.args.should_save and not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._saved_step = self.state.global_step
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The parent's. In a checkpoint the processes wait for each other, since the parent may do so next."""
+        of_checkpoint = _internal_call and output_dir is not None  # not of `push_to_hub`, which one process may call
+        with self._saving_together(output_dir) if of_checkpoint else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
+    def _save_rng_state(self, output_dir: str) -> None:
         """The parent's, and what an exact continuation needs besides: the place in the rollouts and in the prompts."""
-        super()._save_checkpoint(model, trial)
+        with self._saving_together(output_dir):
+            super()._save_rng_state(output_dir)
+            step, place = self._place_of_step
+            # A save in the middle of a step (of `enable_jit_checkpoint`) has the weights from before it.
+            place = place if step == self.state.global_step else self._place()
+            torch.save({"processes": self.accelerator.num_processes, **place}, Path(output_dir) / self._state_file)
+
+    @contextmanager
+    def _saving_together(self, folder: Any) -> Iterator[None]:
+        """The processes leave the block together, or all raise what one of them has raised in it or since the last."""
+        failure = None
+        try:
+            yield
+        except FailedTogether:
+            raise
+        except Exception as error:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise  # the others may be exchanging their shards; the launcher ends them
+            failure = error
+        text = None if failure is None else failure_text(f"Saving {folder}", self.accelerator.process_index, failure)
+        raise_together(gather_object([text]), failure, "The latest complete checkpoint is the one to resume from.")
+
+    def _place(self) -> dict[str, Any]:
+        """Where the run is, besides its weights and the data loader."""
         unused = self._step % (self.args.steps_per_generation * self.num_iterations)
-        state = {
-            "processes": self.accelerator.num_processes,
+        return {
             "step": self._step,
             "drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
-            # Rollouts that the next steps train on, where the checkpoint is in the middle of a generation batch.
+            # Rollouts that the next steps train on, where this is in the middle of a generation batch.
             "rollouts": self._buffered_inputs if unused else None,
+            "components": {
+                name: list(seen) for name, seen in zip(self._function_names, self._components.seen, strict=True)
+            },
+            # TRL saves these too, but after it has deleted the checkpoint before.
+            "entropy": (self.entropy_coef, self._last_world_entropy),
         }
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, folder / self._state_file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        self._saved_step = self.state.global_step
         file = Path(checkpoint) / self._state_file
         # By way of the CPU, since torch cannot load to the "cpu:0" of a process among several.
         state = send_to_device(torch.load(file, map_location="cpu"), self.accelerator.device) if file.exists() else {}
@@ -593,6 +794,9 @@ class GRPOExtTrainer(GRPOTrainer):
             )
             return
         self._step, self._buffered_inputs = state["step"], state["rollouts"]
+        self._components.seen = [state["components"].get(name, []) for name in self._function_names]
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = state["entropy"]
         if self._prompt_stream:
             self._prompt_stream.drawn = state["drawn"]
 
@@ -835,10 +1039,11 @@ class GRPOExtTrainer(GRPOTrainer):
         self._last_world_entropy = entropy
 
 
-def _with_components(function: Any, name: str) -> Any:
+def _with_components(function: Any, name: str, timeout: float | None) -> Any:
     if isinstance(function, nn.Module):
         return function
-    return AsyncComponentReward(function, name) if is_async_callable(function) else ComponentReward(function, name)
+    wrapper = AsyncComponentReward if is_async_callable(function) else ComponentReward
+    return wrapper(function, name, timeout)
 
 
 def _without_limit(logs: dict[str, Any]) -> dict[str, Any]:
@@ -856,15 +1061,14 @@ def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple
 
 
 @contextmanager
-def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool, instead: Any = None) -> Iterator[None]:
-    """Keeps a field that TRL would reject, or act on otherwise, out of its sight while its constructor runs."""
-    value = getattr(args, name)
-    if hide:
-        setattr(args, name, instead)
+def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]:
+    """Shows TRL's constructor other values of some fields, which it would refuse or act on otherwise."""
+    ours = {name: getattr(args, name) for name in values}
+    args.__dict__.update(values)
     try:
         yield
     finally:
-        setattr(args, name, value)
+        args.__dict__.update(ours)
 
 
 def _cannot_share(reason: str) -> ValueError:
@@ -874,7 +1078,8 @@ def _cannot_share(reason: str) -> ValueError:
     )
 
 
-def _check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module) -> None:
+    """Raises a `ValueError` if no parameter of the model trains."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
@@ -882,7 +1087,7 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _show_what_trains(model: nn.Module) -> None:
+def show_what_trains(model: nn.Module) -> None:
     """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -890,7 +1095,7 @@ def _show_what_trains(model: nn.Module) -> None:
             module.reshard()
 
 
-def _reduce_gradient_of_head(base: Any) -> None:
+def reduce_gradient_of_head(base: Any) -> None:
     """Lets FSDP2 average the gradient of the head, which it does only for shards that it has put together itself.
 
     TRL reads the weight of the head and never calls it. That goes unnoticed where another module of its unit is called,
