@@ -6,6 +6,8 @@ import copy
 import functools
 from typing import Any
 
+from torch import nn
+
 REFERENCE_ADAPTER = "ref"  # TRL scores the reference with the adapter of this name, and with none where there is none
 
 # Of LoRA's initialisations, those after which the adapter changes nothing.
@@ -51,3 +53,12 @@ def add_reference_adapter(model: Any) -> None:
         if found:
             weight.data = weights[f"{before}.{policy}.{after}".rstrip(".")].detach().clone()
             weight.requires_grad_(False)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises a `ValueError` if no parameter of the model trains."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
+            "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."
+        )

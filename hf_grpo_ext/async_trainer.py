@@ -30,6 +30,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
 
+from .adapters import check_trainable
 from .advantages import get_advantage_estimator
 from .async_config import AsyncGRPOExtConfig
 from .async_rollouts import RolloutLoop
@@ -41,8 +42,9 @@ from .micro_batches import constant_length_scale
 from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
+from .sharding import show_what_trains
 from .shared_prompt import draws_dropout
-from .trainer import TRL_METRIC_NAMES, check_trainable, show_what_trains
+from .trainer import TRL_METRIC_NAMES
 
 SEAMS = ("get_train_dataloader", "get_batch_samples", "compute_loss", "_save_checkpoint")
 

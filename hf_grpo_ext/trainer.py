@@ -16,56 +16,46 @@ The seams, and what each one changes:
 | `create_model_card` | the parent's card, with the objective in it |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
+What calls the model is in `forward.py`, what draws prompts again in `drawing.py`, what saves in `saving.py`.
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import shutil
 import warnings
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object, is_peft_model, send_to_device
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
-from .adapters import add_reference_adapter, starts_as_base
+from .adapters import add_reference_adapter, check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
-from .checkpoints import checkpoint_to_resume, is_complete
 from .config import GRPOExtConfig
-from .diagnostics import MetricWindow, combine_rounds, mismatch_metrics, reward_metrics, sequence_logprob_error
-from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
+from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
+from .drawing import DynamicSampling
+from .dynamic_sampling import PromptStream
 from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
-from .failures import FailedTogether, failure_text, raise_together
+from .failures import failure_text, raise_together
+from .forward import MODEL_INPUTS, SharedPromptForward, cannot_share
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import (
     PROMPT_KEYS,
-    concatenate_rows,
     constant_length_scale,
     counted_tokens,
     loss_token_mask,
     plan_micro_batches,
-    take_rows,
     valid_counts,
 )
 from .model_card import add_section, describe_dataset, method, objective_section
-from .packing import PackedRows, pack_rows
-from .prefill import prefill_once
 from .reductions import masked_mean, masked_sum
 from .report import Rollouts, write_report
 from .rewards import (
@@ -75,16 +65,12 @@ from .rewards import (
     ComponentReward,
     component_weights,
 )
+from .saving import CompleteCheckpoints
+from .sharding import reduce_gradient_of_head, show_what_trains
 from .shared_prompt import (
     draws_dropout,
-    packed_log_probs,
     positions_are_relative,
-    prepare_model,
-    same_in_both_layouts,
-    why_not_packed,
 )
-
-logger = logging.get_logger(__name__)
 
 SEAMS = (
     "_calculate_rewards",
@@ -101,19 +87,6 @@ SEAMS = (
     "training_step",
 )
 
-# What the model needs of a batch besides the tokens.
-MODEL_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 # How many tokens and rows the loss of an optimizer step is divided by, and how many its metrics are averaged over.
 COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric_valid_seqs")
@@ -124,8 +97,6 @@ ROW_METRICS = ("num_valid_samples", "frac_rows_skipped", "entropy_coef")
 # Whose versions a report tells.
 LIBRARIES = ("hf_grpo_ext", "trl", "transformers", "torch")
 
-# Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
-WORTH_PACKING = 0.95
 
 # Our metrics under the names that TRL's users have on their dashboards.
 TRL_METRIC_NAMES = {
@@ -134,7 +105,7 @@ TRL_METRIC_NAMES = {
 }
 
 
-class GRPOExtTrainer(GRPOTrainer):
+class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
     """`GRPOTrainer` with the advantage estimator and the loss of a `GRPOExtConfig`, and rewards with components.
 
     A reward function may return, besides TRL's list of floats, named components: a dict `{name: list or tensor of N}`
@@ -252,7 +223,7 @@ class GRPOExtTrainer(GRPOTrainer):
                 "padding. Use another model, or use_dynamic_sampling=False."
             )
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
-            raise _cannot_share(reason)
+            raise cannot_share(reason)
 
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
@@ -482,111 +453,6 @@ class GRPOExtTrainer(GRPOTrainer):
         gathered: Tensor = self.accelerator.gather(values.contiguous())
         return gathered
 
-    # Dynamic sampling
-
-    def _draw_until_full(self, inputs: list[Any]) -> dict[str, Any]:
-        """A batch of groups that all have signal, drawn in rounds; the same groups on every process."""
-        processes, size = self.accelerator.num_processes, self._group_size
-        rounds = Rounds(
-            needed=len(inputs) * processes // size,
-            max_rounds=self.args.dynamic_sampling_max_gen_batches,
-            multiplier=self.args.batch_multiplier,
-            whole=processes // math.gcd(processes, size),
-        )
-        pool: dict[str, Any] = {}  # the rows of the groups that are chosen so far, of all processes
-        columns: dict[str, Tensor] = {}
-        # TRL's table of completions holds one batch: one without a limit takes the rounds.
-        logs, self._logs = self._logs, _without_limit(self._logs)
-        metrics = self._metrics[self._mode]
-        before = {name: len(values) for name, values in metrics.items()}
-        sizes: list[int] = []  # rows of each round
-        try:
-            while rounds.goes_on:
-                table = self._global_rows(self._scored(self._inputs_of_round(inputs, rounds)))
-                drawn = self._reward_columns
-                votes = counted_tokens(table).any(-1)
-                rounds.record(self._groups_with_signal(votes, drawn))
-                sizes.append(len(votes))
-                rows = [group * size + i for group in rounds.take() for i in range(size)]
-                pool = take_rows(concatenate_rows([pool, table]) if pool else table, rows)
-                columns = joined_columns(columns, drawn, rows)
-        finally:
-            collected, self._logs = self._logs, logs
-        for name, values in metrics.items():  # one value a batch, of all that was drawn
-            new = values[before.get(name, 0) :]
-            if len(new) > 1:
-                values[-len(new) :] = [combine_rounds(name, new, sizes)]
-        self._end_rounds(rounds, collected)
-
-        absent = self._reward_table.new_full((len(rounds.chosen()) * size,), torch.nan)
-        self._reward_table = torch.stack([columns.get(name, absent) for name in self.reward_func_names], dim=-1)
-        mine = self._local_rows(len(inputs))
-        return {key: value[mine] if value.dim() else value for key, value in pool.items()}
-
-    def _groups_with_signal(self, votes: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """Whether each group has signal; a row that is masked has no say."""
-        return groups_with_signal(
-            {name: column.masked_fill(~votes, torch.nan) for name, column in columns.items()},
-            self._weight_of_component,
-            self._group_size,
-            per_component=self.args.adv_estimator_config.name == "gdpo",
-        )
-
-    def _end_rounds(self, rounds: Rounds, collected: dict[str, Any]) -> None:
-        """Logs what was drawn and the completions that train; warns, or raises, where groups are missing."""
-        size, log = self._group_size, self._metrics[self._mode]
-        rows = [group * size + i for group in rounds.chosen() for i in range(size)]
-        self._align_log_columns(list(collected["rewards"]))
-        for column, values in _log_columns(self._logs, collected):
-            column.extend([values[row] for row in rows] if len(values) == rounds.drawn * size else values)
-        log["frac_reward_zero_std"][-1] = 1 - len(rounds.kept) / rounds.drawn
-        for name, value in rounds.metrics().items():
-            log[name].append(value)
-        if not rounds.missing:
-            return
-        problem = (
-            f"Dynamic sampling drew {rounds.drawn} groups in {rounds.count} rounds, and the rewards differ in "
-            f"{len(rounds.kept)} of them, where {rounds.needed} are needed."
-        )
-        remedy = (
-            "Use prompts that the model sometimes solves, a reward with more levels, a higher temperature or more "
-            "num_generations, or raise dynamic_sampling_max_gen_batches"
-        )
-        if self.args.dynamic_sampling_on_exhaustion == "raise":
-            raise ValueError(f"{problem} {remedy}; dynamic_sampling_on_exhaustion='train' goes on without.")
-        if not self._warned_of_exhaustion:
-            self._warned_of_exhaustion = True
-            warnings.warn(
-                f"{problem} The batch is filled up with groups that teach nothing. {remedy}. This is said once; "
-                "dynamic_sampling/frac_rows_with_signal is logged.",
-                stacklevel=2,
-            )
-
-    def _inputs_of_round(self, inputs: list[Any], rounds: Rounds) -> list[Any]:
-        """The examples of this process: those of the data loader first, then prompts of the stream."""
-        extra = rounds.next_size() - (0 if rounds.count else rounds.needed)
-        prompts = cast(PromptStream, self._prompt_stream).take(extra)
-        if rounds.count == 0 and not prompts:
-            return inputs
-        examples: list[Any] = [] if rounds.count else list(gather_object(inputs))
-        indices = [index for index in prompts for _ in range(self._group_size)]
-        rows = len(examples) + len(indices)
-        mine = self._local_rows(rows // self.accelerator.num_processes)
-        # An example of its own for each row, since TRL writes into it.
-        return [
-            examples[row] if row < len(examples) else dict(self.train_dataset[indices[row - len(examples)]])
-            for row in range(rows)[mine]
-        ]
-
-    def _global_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if set(MODEL_INPUTS) & set(batch):
-            raise ValueError(
-                "use_dynamic_sampling=True with images or token types: the rows of a batch are moved between "
-                "processes, and these inputs do not lie by rows. Set use_dynamic_sampling=False."
-            )
-        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key != "advantages"}
-        return {key: self._gathered_rows(key, value) if value.dim() else value for key, value in tensors.items()}
-
     def _log_advantages(self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
         """Puts what trained in the place of what TRL logged."""
         if advantages.dim() == 2:
@@ -669,258 +535,7 @@ class GRPOExtTrainer(GRPOTrainer):
         counts = dict(zip(COUNTS, self.accelerator.reduce(local, reduction="sum").unbind(), strict=True))
         return [{**batch, **counts} for batch in batches]
 
-    # Checkpoints
-
-    def train(
-        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
-    ) -> Any:
-        """TRL's, and it goes on from complete checkpoints alone.
-
-        Args:
-            resume_from_checkpoint: `True` for the latest complete checkpoint in `output_dir`, or the path of one.
-            trial: as TRL's.
-            ignore_keys_for_eval: as TRL's.
-
-        Raises:
-            ValueError: a checkpoint is asked for that is not complete.
-            RuntimeError: a reward function or a save has failed on one of several processes. On a single process its
-                own error is raised. Where a reward has failed, the last step is saved before.
-        """
-        self._saved_step, self._rewards_failed = 0, False
-        checkpoint, skipped = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        for folder in skipped if self.accelerator.is_main_process else ():
-            warnings.warn(
-                f"{folder} is skipped, since saving it was interrupted: the run goes on from {checkpoint}.",
-                stacklevel=2,
-            )
-        try:
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
-        except (Exception, SystemExit):
-            if self._rewards_failed:
-                self._save_last_step(trial)
-            raise
-
-    def _save_last_step(self, trial: Any) -> None:
-        """Saves the step before the one whose rewards failed; all processes do, at the same place."""
-        if self.args.save_strategy == "no" or self.state.global_step == self._saved_step:
-            return
-        self._save_checkpoint(self.model_wrapped, trial)
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        if self.accelerator.is_main_process:
-            logger.warning(
-                "%s holds the last finished step: train(resume_from_checkpoint=True) goes on from there.",
-                self._checkpoint_folder(trial),
-            )
-
-    def _checkpoint_folder(self, trial: Any) -> Path:
-        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The parent's, in an order that leaves a complete checkpoint whenever it is interrupted.
-
-        The parent writes `trainer_state.json` last, which makes a checkpoint complete, and deletes older ones then.
-        `_save_rng_state` has waited before for the files of all processes.
-        """
-        folder = self._checkpoint_folder(trial)
-        try:
-            with self._saving_together(folder):
-                if self.args.should_save:
-                    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-                super()._save_checkpoint(model, trial)
-        except Exception:
-            if self.args.should_save and not is_complete(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self._saved_step = self.state.global_step
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The parent's. In a checkpoint the processes wait for each other, since the parent may do so next."""
-        of_checkpoint = _internal_call and output_dir is not None  # not of `push_to_hub`, which one process may call
-        with self._saving_together(output_dir) if of_checkpoint else nullcontext():
-            super().save_model(output_dir, _internal_call)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """The parent's, and what an exact continuation needs besides: the place in the rollouts and in the prompts."""
-        with self._saving_together(output_dir):
-            super()._save_rng_state(output_dir)
-            step, place = self._place_of_step
-            # A save in the middle of a step (of `enable_jit_checkpoint`) has the weights from before it.
-            place = place if step == self.state.global_step else self._place()
-            torch.save({"processes": self.accelerator.num_processes, **place}, Path(output_dir) / self._state_file)
-
-    @contextmanager
-    def _saving_together(self, folder: Any) -> Iterator[None]:
-        """The processes leave the block together, or all raise what one of them has raised in it or since the last."""
-        failure = None
-        try:
-            yield
-        except FailedTogether:
-            raise
-        except Exception as error:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise  # the others may be exchanging their shards; the launcher ends them
-            failure = error
-        text = None if failure is None else failure_text(f"Saving {folder}", self.accelerator.process_index, failure)
-        raise_together(gather_object([text]), failure, "The latest complete checkpoint is the one to resume from.")
-
-    def _place(self) -> dict[str, Any]:
-        """Where the run is, besides its weights and the data loader."""
-        unused = self._step % (self.args.steps_per_generation * self.num_iterations)
-        return {
-            "step": self._step,
-            "drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
-            # Rollouts that the next steps train on, where this is in the middle of a generation batch.
-            "rollouts": self._buffered_inputs if unused else None,
-            "components": {
-                name: list(seen) for name, seen in zip(self._function_names, self._components.seen, strict=True)
-            },
-            # TRL saves these too, but after it has deleted the checkpoint before.
-            "entropy": (self.entropy_coef, self._last_world_entropy),
-        }
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        self._saved_step = self.state.global_step
-        file = Path(checkpoint) / self._state_file
-        # By way of the CPU, since torch cannot load to the "cpu:0" of a process among several.
-        state = send_to_device(torch.load(file, map_location="cpu"), self.accelerator.device) if file.exists() else {}
-        if state.get("processes") != self.accelerator.num_processes:
-            warnings.warn(
-                f"{checkpoint} has no rollouts for {self.accelerator.num_processes} processes: the run goes on from "
-                "its weights with a new generation batch, and not exactly as without the interruption.",
-                stacklevel=2,
-            )
-            return
-        self._step, self._buffered_inputs = state["step"], state["rollouts"]
-        self._components.seen = [state["components"].get(name, []) for name in self._function_names]
-        if self.use_adaptive_entropy:
-            self.entropy_coef, self._last_world_entropy = state["entropy"]
-        if self._prompt_stream:
-            self._prompt_stream.drawn = state["drawn"]
-
-    @property
-    def _state_file(self) -> str:
-        return f"grpo_ext_state_{self.accelerator.process_index}.pt"
-
-    # The forward
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with prefill_once(self._base_model(self.model)):
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **model_inputs: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        def of_parent(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            result: tuple[Tensor, Tensor | None, Tensor | None]
-            result = super(GRPOExtTrainer, self)._get_per_token_logps_and_entropies(
-                model, ids, mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **model_inputs
-            )
-            return result
-
-        has_images = any(value is not None for value in model_inputs.values())
-        if has_images or compute_aux_loss or not self._can_pack(model):
-            return of_parent(input_ids, attention_mask)
-        size = batch_size or len(input_ids)
-        logps: list[Tensor] = []
-        entropies: list[Any] = []
-        for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True):
-            packed = self._layout(ids, mask, logits_to_keep)
-            if packed is None:
-                values, entropy, _ = of_parent(ids, mask)
-            else:
-                with self.accelerator.autocast():
-                    values, entropy = packed_log_probs(model, packed)
-            logps.append(values)
-            entropies.append(entropy)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    def _layout(self, ids: Tensor, mask: Tensor, completion_length: int) -> PackedRows | None:
-        packed = pack_rows(ids, mask, completion_length)
-        if packed is None or self.args.shared_prompt_forward is True:
-            return packed
-        # The attention of a packed row looks at fewer pairs as well, so the tokens decide.
-        return packed if packed.input_ids.numel() <= WORTH_PACKING * ids.numel() else None
-
-    def _can_pack(self, model: nn.Module) -> bool:
-        """Whether the forward of this model takes packed rows; checked once, by all processes together."""
-        if self.args.shared_prompt_forward is False:
-            return False
-        if self._draws_dropout and self.model.training:
-            self._say_that_rows_are_alone("the model has dropout")
-            return False
-        base = self._base_model(model)
-        if id(base) not in self._packs:
-            reason = self._why_not_packed(base)
-            if reason is None:
-                prepare_model(base)
-                half = self.accelerator.mixed_precision != "no" or base.dtype.itemsize < 4
-                with torch.no_grad(), self.accelerator.autocast():
-                    same = same_in_both_layouts(model, tolerance=0.25 if half else 1e-3, device=self.accelerator.device)
-                if not all(gather_object([same])):
-                    reason = f"{type(base).__name__} computes other log-probabilities when the prompt is shared"
-            if reason is not None:
-                if self.args.shared_prompt_forward is True:
-                    raise _cannot_share(reason)
-                self._say_that_rows_are_alone(reason)
-            self._packs[id(base)] = reason is None
-        return self._packs[id(base)]
-
-    def _say_that_rows_are_alone(self, reason: str) -> None:
-        if reason not in self._reasons_said:
-            self._reasons_said.add(reason)
-            logger.info("Every row is computed on its own, since %s.", reason)
-
-    def _base_model(self, model: nn.Module) -> Any:
-        if model not in self._bases:  # kept, since Accelerate reads the metadata of packages every time
-            base = self.accelerator.unwrap_model(model)
-            self._bases[model] = base.get_base_model() if is_peft_model(base) else base
-        return self._bases[model]
-
-    def _why_not_packed(self, base: nn.Module) -> str | None:
-        if self.pad_to_multiple_of is not None:
-            return f"pad_to_multiple_of is {self.pad_to_multiple_of}"
-        if self.args.torch_compile:
-            return "torch_compile is on"
-        if self._draws_dropout and self.args.shared_prompt_forward is True:
-            return (
-                "the model has dropout (disable_dropout=True removes that of its modules, attention_dropout=0 in its "
-                "config that of its attention)"
-            )
-        if self.aux_loss_enabled:
-            return "the model has a router loss, which counts every token of every row"
-        adapters = getattr(self.model, "peft_config", {}).values()
-        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
-            return "the adapter adds tokens to the prompt"
-        return why_not_packed(base)
-
     # The loss
-
-    def _forward(
-        self, model: nn.Module, batch: dict[str, Any], batch_size: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities and entropies of the completion tokens, `[B, T]`, and the router loss of a MoE model."""
-        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].shape[1],
-            batch_size=batch_size,
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
-        )
-        return logprobs, cast(Tensor, entropies), aux_loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         logprobs, entropies, aux_loss = self._forward(model, inputs)
@@ -1046,20 +661,6 @@ def _with_components(function: Any, name: str, timeout: float | None) -> Any:
     return wrapper(function, name, timeout)
 
 
-def _without_limit(logs: dict[str, Any]) -> dict[str, Any]:
-    """TRL's logged columns, empty and of any length."""
-    return {key: deque() if isinstance(value, deque) else defaultdict(deque) for key, value in logs.items()}
-
-
-def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Each column of `logs` with the one of the same name in `others`."""
-    for key, values in others.items():
-        if isinstance(values, dict):
-            yield from ((logs[key][name], column) for name, column in values.items())
-        else:
-            yield logs[key], values
-
-
 @contextmanager
 def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]:
     """Shows TRL's constructor other values of some fields, which it would refuse or act on otherwise."""
@@ -1069,41 +670,6 @@ def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]
         yield
     finally:
         args.__dict__.update(ours)
-
-
-def _cannot_share(reason: str) -> ValueError:
-    return ValueError(
-        f"shared_prompt_forward=True, but {reason}: a prompt cannot be computed once for all its completions. Use "
-        "shared_prompt_forward='auto', which computes every row on its own where it must."
-    )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Raises a `ValueError` if no parameter of the model trains."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
-            "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."
-        )
-
-
-def show_what_trains(model: nn.Module) -> None:
-    """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
-
-
-def reduce_gradient_of_head(base: Any) -> None:
-    """Lets FSDP2 average the gradient of the head, which it does only for shards that it has put together itself.
-
-    TRL reads the weight of the head and never calls it. That goes unnoticed where another module of its unit is called,
-    as the last norm of a plain model is; under an adapter, which may train a whole head, it is a unit of its own.
-    """
-    head = base.get_output_embeddings()
-    if isinstance(head, FSDPModule):
-        base.base_model.register_forward_pre_hook(lambda *_: head.unshard() if torch.is_grad_enabled() else None)
 
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:

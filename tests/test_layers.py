@@ -33,6 +33,7 @@ ORDER = [
     "micro_batches",
     "shared_prompt",
     "adapters",
+    "sharding",
     "nemo_rl",
     "objective",
     "config",
@@ -41,12 +42,26 @@ ORDER = [
     "model_card",
     "report",
     "callbacks",
+    "forward",
+    "drawing",
+    "saving",
     "trainer",
     "async_config",
     "async_rollouts",
     "async_trainer",
 ]
-KNOW_TRL = {"config", "explain", "model_card", "trainer", "async_config", "async_rollouts", "async_trainer"}
+KNOW_TRL = {
+    "config",
+    "explain",
+    "model_card",
+    "forward",
+    "drawing",
+    "saving",
+    "trainer",
+    "async_config",
+    "async_rollouts",
+    "async_trainer",
+}
 KNOW_OTHERS = {
     "checkpoints": {"transformers"},
     "shared_prompt": {"transformers"},

@@ -77,11 +77,11 @@ def test_the_error_shows_where_the_call_hung() -> None:
 
 
 def test_a_call_in_time_is_not_interrupted() -> None:
-    with time_limit(0.2, "It"):
+    with time_limit(0.5, "It"):
         pass
-    with pytest.raises(KeyError), time_limit(0.2, "It"):
+    with pytest.raises(KeyError), time_limit(0.5, "It"):
         raise KeyError
-    time.sleep(0.4)
+    time.sleep(0.7)
 
 
 def test_alarms_of_the_call_are_its_own() -> None:
@@ -446,7 +446,7 @@ def saving(process: int) -> str:
     return f"checkpoint-4 failed on process {process}: "
 
 
-LATE = "TimeoutError: The reward function 'reward' took longer than reward_timeout=1 seconds."
+LATE = "TimeoutError: The reward function 'reward' took longer than reward_timeout=2 seconds."
 LENGTH = "Component 'length' of the reward function 'reward'"
 # name -> what every process says, the checkpoint that is left
 END_TOGETHER = {
@@ -552,7 +552,7 @@ def terminate(folder: Path) -> Any:
 # name -> what is on stderr, the checkpoint that is left
 END_ONE = {
     "raises": ("The reward function 'reward' failed on process 1: KeyError: 'solution'", 3),
-    "holds the interpreter": ("Timeout (0:00:02)!", 2),
+    "holds the interpreter": ("Timeout (0:00:03)!", 2),
     "blocks the event loop": (f"{LATE.removeprefix('TimeoutError: ')} It blocks the event loop", 2),
     "is killed": ("Signal 9 (SIGKILL)", 2),
     "leaves from a callback": ("", 2),
@@ -630,5 +630,5 @@ def test_a_run_that_is_killed_goes_on_as_if_it_were_not(
         later = [generation for generation in uninterrupted["generations"] if generation[0] >= rest["from"]]
         assert rest["generations"] == later
         assert later
-        assert max(entry["dynamic_sampling/rounds"] for entry in curves(rest)) > 1
+        assert max(entry.get("dynamic_sampling/rounds", 0) for entry in curves(rest)) > 1
         assert rest["checkpoints"] == ["checkpoint-5"]

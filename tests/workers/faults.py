@@ -213,7 +213,7 @@ class Fault:
 
 
 def in_limited_time(how: Callable[[Any], Any]) -> Fault:
-    return Fault(failing(how), fields={"reward_timeout": 1.0})
+    return Fault(failing(how), fields={"reward_timeout": 2.0})
 
 
 FAULTS: dict[str, Callable[[str], Fault]] = {
