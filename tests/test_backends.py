@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 SIX_ROWS = {"per_device_train_batch_size": 6}  # a group of four stands across both processes
 FULL = {"learning_rate": 0.01}
-LORA = {"lora": {}, "learning_rate": 0.1}
+LORA = {"lora": {}, "learning_rate": 0.05}
 # A step of AdamW is as long where the gradient is hardly more than its rounding as anywhere else: the differences are
 # those of a few such weights, and in proportion to the learning rate.
 ADAM = {"optim": "adamw_torch", "learning_rate": 5e-4}
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 BOTH_LAYOUTS = ["gdpo, full, KL 0.1", "gdpo, LoRA, KL 0.1"]
 CASES |= {f"{name}, rows alone": {**CASES[name], "shared_prompt_forward": False} for name in BOTH_LAYOUTS}
 GDPO = {**PRESETS["gdpo"], **FULL}
-ADAPTED = {**PRESETS["gdpo"], **SIX_ROWS, "learning_rate": 0.1, "beta": 0.1}
+ADAPTED = {**PRESETS["gdpo"], **SIX_ROWS, "learning_rate": 0.05, "beta": 0.1}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES |= {
     "gdpo, full, KL 0.1, AdamW": {**CASES["gdpo, full, KL 0.1"], **ADAM},
@@ -342,6 +342,12 @@ class TestBackends:
         assert of_tokens > 1e-4
         assert last["kl"] == pytest.approx(of_tokens, rel=1e-3)
         assert last["kl_penalty"] == pytest.approx(penalty, rel=1e-3)
+
+    def test_there_was_an_evaluation_after_every_step(self, two: dict[str, Any]) -> None:
+        evaluations = [entry for entry in two["evaluation"]["log"] if "eval_loss" in entry]
+        assert [entry["step"] for entry in evaluations] == [1, 2, 3]
+        assert evaluations[0]["eval_kl"] > 0
+        assert len({entry["eval_kl"] for entry in evaluations}) == 3
 
     @pytest.mark.parametrize(
         ("case", "rows"),
