@@ -473,6 +473,7 @@ END_TOGETHER = {
     "reward model raises": ("Scoring the completions failed on process 1: RuntimeError: out of memory\n", 3),
     "raises in evaluation": (reward("KeyError: 'solution'"), 3),
     "disk full, model": (saving(0), 2),
+    "disk full, model card": ("Saving the model card failed on process 0: ", 2),
     "disk full, optimizer": (saving(0), 2),
     "disk full, second process": (saving(1), 2),
     "disk full, trainer state": (saving(0), 2),

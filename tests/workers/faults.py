@@ -236,6 +236,7 @@ FAULTS: dict[str, Callable[[str], Fault]] = {
     "disk full, model": lambda _: Fault(
         prepare=fills_the_disk("save_model", 0, 9999), fields={**EVALUATED, "eval_steps": 2}
     ),
+    "disk full, model card": lambda _: Fault(prepare=fills_the_disk("create_model_card", 0, 99)),
     "disk full, optimizer": lambda _: Fault(prepare=fills_the_disk("_save_optimizer_and_scheduler", 0, 9999)),
     "disk full, second process": lambda _: Fault(prepare=fills_the_disk("_save_rng_state", 1, 999)),
     "disk full, trainer state": lambda _: Fault(prepare=fills_the_disk("save_to_json", 0, 99)),
