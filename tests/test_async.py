@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,15 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import save_tiny_model
-from tiny_async import GivenRolloutWorker, given_group, make_async_trainer, make_loop, run_on_cpu
+from tiny_async import (
+    GivenRolloutWorker,
+    given_group,
+    logprobs_of,
+    make_async_trainer,
+    make_loop,
+    named,
+    run_on_cpu,
+)
 from tiny_env import PROMPTS, G, difference, given_completion, logged, quiet, trained
 from transformers import AutoModelForCausalLM
 
@@ -35,22 +42,6 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The policy that sampled: other weights."""
     folder = save_tiny_model(tmp_path_factory.mktemp("stale"), seed=1)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def logprobs_of(model: Any) -> Any:
-    def of(prompt: list[int], completion: list[int]) -> list[float]:
-        ids = torch.tensor([[*prompt, *completion]])
-        with torch.no_grad():
-            lp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-        return lp.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
-
-    return of
-
-
-def named(completion_ids: list[list[int]], **_: Any) -> dict[str, list[float]]:
-    """Two components of different scale."""
-    digests = [hashlib.sha256(str(ids).encode()).digest() for ids in completion_ids]
-    return {"fine": [d[0] / 64 for d in digests], "coarse": [float(d[1] % 2) for d in digests]}
 
 
 def in_the_synchronous_trainer(model: str, folder: Path, sampler: Any, **args: Any) -> Any:
