@@ -110,7 +110,7 @@ def test_the_correction_is_on(on: Any) -> None:
             {"loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}},
             "use_kl_in_reward=True with the asynchronous trainer.*no reference policy",
         ),
-        ({"reward_timeout": 0.0}, "reward_timeout=0.0: give a number of seconds above 0, or None"),
+        ({"reward_timeout": 0.0}, "reward_timeout=0.0: it must be a positive number of seconds, or None"),
         ({"reward_timeout": float("nan")}, "reward_timeout=nan"),
         ({"loss_fn": {"ratio_clip_min": 0.1}, "epsilon": 0.3}, "ratio_clip_min=0.1.*epsilon=0.3"),
         ({"loss_fn": "gsp"}, "did you mean 'gspo'"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from test_backends import largest_difference, run_worker
 from tiny import save_tiny_model
-from transformers import AutoModelForCausalLM
+from tiny_async import moved_policy
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "async_train.py"
@@ -55,10 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The policy, and one from which it has moved away, that samples."""
     folder = tmp_path_factory.mktemp("models")
     policy = save_tiny_model(folder / "policy")
-    stale = AutoModelForCausalLM.from_pretrained(policy)
-    with torch.no_grad():
-        stale.lm_head.weight.mul_(0.95)
-    stale.save_pretrained(folder / "stale")
+    moved_policy(policy, 0.95).save_pretrained(folder / "stale")
     return policy, str(folder / "stale")
 
 

@@ -17,6 +17,7 @@ from datasets import Dataset
 from tiny import make_tokenizer
 from tiny_env import EOS, G, Watch, given_completion, tool_tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence
 
@@ -94,6 +95,14 @@ def make_loop(reward_funcs: list[Any], dataset: Dataset, **options: Any) -> Roll
         "reward_timeout": None,
     }
     return RolloutLoop(**(defaults | options))
+
+
+def moved_policy(model: str, factor: float) -> Any:
+    """A policy that another one, of the same logits up to a factor, has moved away from."""
+    moved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        moved.lm_head.weight.mul_(factor)
+    return moved
 
 
 def logprobs_of(model: Any) -> Callable[[list[int], list[int]], list[float]]:
