@@ -55,12 +55,12 @@ class AsyncGRPOExtConfig(ObjectiveConfig, AsyncGRPOConfig):
         default=False, metadata={"help": "Refused: use `drop_groups_without_signal` instead."}
     )
 
-    # What `GRPOConfig` has fields for, and the two blocks alone say here.
+    # What `GRPOConfig` has fields for, with its defaults; here the two blocks alone say it.
     beta = 0.0
     delta = None
     loss_type = "dapo"
     importance_sampling_level = "token"
-    use_bias_correction_kl = False
+    use_bias_correction_kl = True
     scale_rewards = "group"
     multi_objective_aggregation = "sum_then_normalize"
     # A rollout trains once.
@@ -76,10 +76,11 @@ class AsyncGRPOExtConfig(ObjectiveConfig, AsyncGRPOConfig):
                 "the worker, and the next ones take their place."
             )
         block = as_block(self.loss_fn, "loss_fn", PRESETS, ClippedPGLossConfig)
-        if block.get(CORRECTION) is False:
+        if block.get(CORRECTION, True) is not True:
             raise ValueError(
-                f"{CORRECTION}=False with the asynchronous trainer: its rollouts come from older weights, and without "
-                "the correction their gradient is that of another policy. Leave it out, or set it to True."
+                f"{CORRECTION}={block[CORRECTION]!r} with the asynchronous trainer: its rollouts come from older "
+                "weights, and without the correction their gradient is that of another policy. Leave it out, or set it "
+                "to True."
             )
         if block.get("use_kl_in_reward"):
             raise ValueError(

@@ -74,6 +74,12 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._reward_weights = reward_weights
         self._dropped: list[int] = []
 
+    def run(self) -> None:
+        """The parent's; once it was told to stop, what nobody will read does not keep the process from ending."""
+        super().run()
+        self.rollout_buffer.cancel_join_thread()
+        self._metrics_queue.cancel_join_thread()
+
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         self._read_environments(group)
         try:

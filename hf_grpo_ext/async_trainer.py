@@ -5,6 +5,7 @@ The seams, and what each one changes:
 | of TRL's | here |
 | --- | --- |
 | `AsyncRolloutWorker._loop_cls` | `RolloutLoop`: components, and what a group decides of its advantages |
+| `create_accelerator_and_postprocess` | the parent's, then FSDP2 rounds no log-probability to bf16 |
 | `get_train_dataloader` | the parent's; when the worker has failed it ends instead of raising on one process |
 | `get_batch_samples` | the parent's micro-batches of an optimizer step, whitened and counted over all processes |
 | `compute_loss` | the parent's forward, and the reference's, into our loss |
@@ -14,9 +15,11 @@ The seams, and what each one changes:
 
 from __future__ import annotations
 
+import queue
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -42,7 +45,7 @@ from .micro_batches import constant_length_scale
 from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
-from .sharding import show_what_trains
+from .sharding import keep_float32_outputs, show_what_trains
 from .shared_prompt import draws_dropout
 from .trainer import TRL_METRIC_NAMES
 
@@ -70,7 +73,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     Raises:
         TypeError: `args` is no `AsyncGRPOExtConfig`.
-        ValueError: nothing is trainable.
+        ValueError: nothing is trainable, or the worker scores rollouts with advantages of TRL's.
         RuntimeError: in training, the rollout worker is dead or hangs; the last step is saved before.
     """
 
@@ -100,15 +103,8 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self.adv_estimator = get_advantage_estimator(args.adv_estimator_config, args.loss_config)
         self.ref_model = self._make_reference()
         self._name, self._paper = method(args)  # for TRL's model card
-        worker = self.rollout_worker
-        if isinstance(worker, AsyncRolloutWorker) and worker._loop_cls is _AsyncRolloutLoop:
-            worker._loop_cls = RolloutLoop
-            worker._loop_kwargs |= {
-                "adv_estimator": args.adv_estimator_config,
-                "reward_weights": args.reward_weights,
-                "drop_groups_without_signal": args.drop_groups_without_signal,
-                "reward_timeout": args.reward_timeout,
-            }
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):
+            _adopt(self.rollout_worker, args)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
         if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
@@ -120,6 +116,11 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=draws_dropout(self.model))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
+        super().create_accelerator_and_postprocess()
+        keep_float32_outputs(self.accelerator)
 
     # Rollouts
 
@@ -135,23 +136,33 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The parent's micro-batches of an optimizer step, with their advantages and the counts of the whole step."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        try:
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        except (TypeError, ValueError):  # accelerate's, of data that end before the first batch
+            self._end_if_worker_failed()
+            raise
         if len(batches) < num_batches:  # the same on every process
-            self._end_with_checkpoint()
+            self._end_if_worker_failed()
         return self._with_advantages(batches) if batches else batches, num_items
 
-    def _end_with_checkpoint(self) -> None:
-        failure = broadcast_object_list([self._rollouts and self._rollouts.failure], from_process=0)[0]
-        if failure is None:
-            return
+    def _end_if_worker_failed(self) -> None:
+        """Ends the training on all processes, with a checkpoint of the last step."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        # The main process looks for all: it may be making the folder by the time that another one looks.
+        seen = [self._rollouts and self._rollouts.failure, folder.exists()]
+        failure, is_saved = broadcast_object_list(seen, from_process=0)
+        if failure is None:
+            return
         saved = ""
         if step and self.args.save_strategy != SaveStrategy.NO:
-            if not folder.exists():
+            if not is_saved:
                 self._save_checkpoint(self.model, trial=None)
             saved = f" Step {step} is saved in {folder}."
-        raise RuntimeError(f"The rollout worker has failed, and training ends: {failure}{saved}")
+        if isinstance(self.rollout_worker, AsyncRolloutWorker) and self.rollout_worker._process is not None:
+            self.rollout_worker._process.kill()  # a process that hangs does not hear that it should end
+            self.rollout_worker._process.join()
+        raise RuntimeError(f"The rollout worker has failed, and training ends.{saved} {failure}")
 
     def _with_advantages(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the groups decided, made into advantages over the samples of the step on all processes."""
@@ -270,6 +281,31 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
                 return cast(Tensor, model(**kwargs).log_probs)
 
 
+def _adopt(worker: Any, args: AsyncGRPOExtConfig) -> None:
+    """Lets TRL's worker score as `args` say, and lets it be stopped when it is dead."""
+    if worker._loop_cls is _AsyncRolloutLoop:
+        worker._loop_cls = RolloutLoop
+    if not issubclass(worker._loop_cls, RolloutLoop):
+        raise ValueError(
+            f"The loop of the rollout worker, {worker._loop_cls.__name__}, scores rollouts with advantages of TRL's, "
+            "which are not those of adv_estimator. Use AsyncRolloutWorker, or derive the loop from "
+            "hf_grpo_ext.async_rollouts.RolloutLoop."
+        )
+    worker._loop_kwargs |= {
+        "adv_estimator": args.adv_estimator_config,
+        "reward_weights": args.reward_weights,
+        "drop_groups_without_signal": args.drop_groups_without_signal,
+        "reward_timeout": args.reward_timeout,
+    }
+    worker.stop = partial(_stop, worker, worker.stop)
+
+
+def _stop(worker: Any, stop: Callable[[], None]) -> None:
+    if worker._process is not None and not worker._process.is_alive():
+        worker._process = None  # or the parent's waits for it to hear that it should end
+    stop()
+
+
 class _Rollouts(IterableDataset):  # type: ignore[type-arg]
     """TRL's samples, which end when the worker fails; `failure` then says how.
 
@@ -285,7 +321,7 @@ class _Rollouts(IterableDataset):  # type: ignore[type-arg]
         self._worker = worker
         self._check_health = samples.check_health_fn
         samples.check_health_fn = self._check
-        samples.queue = _NotesDropped(samples.queue, trained_groups)
+        samples.queue = _Samples(samples.queue, trained_groups)
 
     def _check(self, stale_after_s: float) -> None:
         self._check_health(stale_after_s)
@@ -294,25 +330,31 @@ class _Rollouts(IterableDataset):  # type: ignore[type-arg]
             raise RuntimeError(f"its process is gone (exit code {process.exitcode}).")
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._worker, AsyncRolloutWorker):
+            # Its death then ends a read, where otherwise we would wait for the rest of a sample for ever.
+            self._worker.rollout_buffer._writer.close()
         samples = iter(self._samples)
         while True:
             try:
                 sample = next(samples)
             except RuntimeError as error:
-                self.failure = f"{error} {error.__cause__ or ''}".strip()
+                self.failure = str(error.__cause__ or error)
                 return
             yield sample
 
 
-class _NotesDropped:
-    """A queue of samples that notes which groups the worker has dropped before them."""
+class _Samples:
+    """The queue of samples: notes which groups the worker has dropped before them, and is empty once it is gone."""
 
     def __init__(self, samples: Any, trained_groups: set[int]) -> None:
         self._samples = samples
         self._trained_groups = trained_groups
 
     def get(self, timeout: float) -> Any:
-        sample = self._samples.get(timeout=timeout)
+        try:
+            sample = self._samples.get(timeout=timeout)
+        except (EOFError, OSError):  # between two samples, or inside one
+            raise queue.Empty from None
         self._trained_groups.update(getattr(sample, "dropped_groups", ()))
         return sample
 

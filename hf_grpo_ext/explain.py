@@ -195,7 +195,10 @@ def warnings_of_experience(args: Any, has_dropout: bool = True) -> list[str]:
     if (cut := warning_of_cut_sampling(args)) is not None:
         advice.append(cut)
     if args.beta > 0 and has_dropout and not getattr(args, "disable_dropout", False):
-        advice.append("beta > 0 with dropout on: the KL also measures the dropout. Set disable_dropout=True.")
+        remedy = (
+            "disable_dropout=True" if hasattr(args, "disable_dropout") else "the dropouts of the model's config to 0"
+        )
+        advice.append(f"beta > 0 with dropout on: the KL also measures the dropout. Set {remedy}.")
     return advice
 
 
@@ -217,11 +220,12 @@ def warning_of_cut_sampling(args: Any) -> str | None:
     cut = [f"{name}={asked[name]}" for name in uncut if asked[name] not in uncut[name]]
     if not corrects or not cut:
         return None
+    or_not = ", or switch the correction off" if isinstance(args, GRPOExtConfig) else ""
     return (
         f"{', '.join(cut)} with an importance correction: the engine renormalises its log-probabilities over what is "
         "left, the trainer's are of the whole softmax at `temperature`. Then exp(prev - gen) is not 1 even where the "
         "two agree, and the gradient is biased. Sample from the whole softmax (top_p=1.0, top_k=0, min_p=None, "
-        "repetition_penalty=1.0), or switch the correction off."
+        f"repetition_penalty=1.0){or_not}."
     )
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+
+def keep_float32_outputs(accelerator: Any) -> None:
+    """Lets FSDP2 return log-probabilities as they were computed, and not rounded to bf16."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def show_what_trains(model: nn.Module) -> None:

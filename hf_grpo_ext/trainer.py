@@ -22,7 +22,6 @@ What calls the model is in `forward.py`, what draws prompts again in `drawing.py
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ from .rewards import (
     component_weights,
 )
 from .saving import CompleteCheckpoints
-from .sharding import reduce_gradient_of_head, show_what_trains
+from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
 from .shared_prompt import (
     draws_dropout,
     positions_are_relative,
@@ -285,10 +284,7 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
         super().create_accelerator_and_postprocess()
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy: Any = getattr(plugin, "mixed_precision_policy", None)
-        if getattr(policy, "output_dtype", None) is not None:
-            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+        keep_float32_outputs(self.accelerator)
 
     # Rewards
 

@@ -134,12 +134,19 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
 
 def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Runs the cases in two processes of a backend, or in one process."""
+    out = folder / f"{backend}.pt"
+    run_worker(folder, backend, WORKER, model, str(out), json.dumps(cases))
+    results: dict[str, Any] = torch.load(out, weights_only=False)
+    return results
+
+
+def run_worker(folder: Path, backend: str | None, worker: Path, *arguments: str) -> None:
+    """Runs a script to its end, in two processes of a backend or in one process."""
     launcher = []
     if backend is not None:
         config = folder / f"{backend}.yaml"
         config.write_text(yaml.safe_dump(on_two_cpu_processes(backend)))
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    out = folder / f"{backend}.pt"
     settings = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -147,7 +154,7 @@ def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[
         "DS_ACCELERATOR": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), model, str(out), json.dumps(cases)],
+        [sys.executable, *launcher, str(worker), *arguments],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -155,8 +162,6 @@ def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    results: dict[str, Any] = torch.load(out, weights_only=False)
-    return results
 
 
 def on_two_cpu_processes(backend: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tiny import make_tokenizer
 from tiny_env import EOS, G, Watch, given_completion, tool_tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, TrainingSequence
 
@@ -72,6 +75,7 @@ class NoTransfer:
 
 def make_loop(reward_funcs: list[Any], dataset: Dataset, **options: Any) -> RolloutLoop:
     """The loop of the worker, which scores groups here."""
+    PartialState(cpu=True)  # TRL's logger wants it
     defaults = {
         "model_name": "tiny",
         "dataset": dataset,
@@ -91,6 +95,35 @@ def make_loop(reward_funcs: list[Any], dataset: Dataset, **options: Any) -> Roll
         "reward_timeout": None,
     }
     return RolloutLoop(**(defaults | options))
+
+
+def moved_policy(model: str, factor: float) -> Any:
+    """A policy that another one, of the same logits up to a factor, has moved away from."""
+    moved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        moved.lm_head.weight.mul_(factor)
+    return moved
+
+
+def logprobs_of(model: Any) -> Callable[[list[int], list[int]], list[float]]:
+    """Scores the completion of a prompt by a model, in the place of the engine that sampled it."""
+
+    def of(prompt: list[int], completion: list[int]) -> list[float]:
+        ids = torch.tensor([[*prompt, *completion]])
+        with torch.no_grad():
+            lp = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+        return lp.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+    return of
+
+
+def named(completion_ids: list[list[int]], **_: Any) -> dict[str, list[float | None]]:
+    """Two components of different scale; one, or both, do not apply to some completions."""
+    digests = [hashlib.sha256(str(ids).encode()).digest() for ids in completion_ids]
+    return {
+        "fine": [None if d[2] % 8 == 0 else d[0] / 64 for d in digests],
+        "coarse": [None if d[2] % 16 == 0 else float(d[1] % 2) for d in digests],
+    }
 
 
 def given_group(
@@ -188,9 +221,8 @@ def make_async_trainer(
         args=AsyncGRPOExtConfig(**(defaults | args)),
         train_dataset=dataset,
         rollout_worker=worker,
-        weight_transfer=NoTransfer(),
         callbacks=[watch],
-        **(trainer or {}),
+        **({"weight_transfer": NoTransfer()} | (trainer or {})),
     )
     made.watch = watch
     return made

@@ -127,6 +127,13 @@ def let_fsdp_run_on_cpu() -> None:
     AcceleratorState.__init__ = as_on_gpus
 
 
+def let_deepspeed_run_on_cpu() -> None:
+    import deepspeed
+
+    # Compiled at first use, for a minute, and not needed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter of which every process may hold a shard; all processes call this together."""
     if isinstance(parameter, DTensor):
@@ -247,10 +254,7 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         let_fsdp_run_on_cpu()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed
-
-        # Compiled at first use, for a minute, and not needed.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        let_deepspeed_run_on_cpu()
     # What was imported so far need not be searched for garbage after every case.
     gc.freeze()
     results = {}
