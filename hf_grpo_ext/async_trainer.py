@@ -33,7 +33,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
 
-from .adapters import check_trainable
+from .adapters import check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
 from .async_config import AsyncGRPOExtConfig
 from .async_rollouts import RolloutLoop
@@ -45,7 +45,7 @@ from .micro_batches import constant_length_scale
 from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
-from .sharding import keep_float32_outputs, show_what_trains
+from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
 from .shared_prompt import draws_dropout
 from .trainer import TRL_METRIC_NAMES
 
@@ -73,7 +73,8 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     Raises:
         TypeError: `args` is no `AsyncGRPOExtConfig`.
-        ValueError: nothing is trainable, or the worker scores rollouts with advantages of TRL's.
+        ValueError: nothing is trainable, the worker scores rollouts with advantages of TRL's, or the KL is to be
+            taken to an adapter that does not start as the base model.
         RuntimeError: in training, the rollout worker is dead or hangs; the last step is saved before.
     """
 
@@ -188,6 +189,11 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The share of a micro-batch in the loss of the optimizer step; the forward is the parent's."""
+        if not self._shards_know_what_trains:
+            show_what_trains(self.model)
+            base = self.accelerator.unwrap_model(model)
+            reduce_gradient_of_head(base.get_base_model() if is_peft_model(base) else base)
+            self._shards_know_what_trains = True
         seen: dict[str, Any] = {}
 
         def forward(**kwargs: Any) -> Any:
@@ -252,7 +258,16 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     def _make_reference(self) -> Any:
         """The initial weights of a model that is trained whole; an adapter is switched off instead."""
-        if not self.args.loss_config.has_kl_term or is_peft_model(self.model):
+        if not self.args.loss_config.has_kl_term:
+            return None
+        if is_peft_model(self.model):
+            if not starts_as_base(self.model):
+                raise ValueError(
+                    f"init_lora_weights={self.model.active_peft_config.init_lora_weights!r} with "
+                    f"reference_policy_kl_penalty={self.args.loss_config.reference_policy_kl_penalty}: such an adapter "
+                    "takes a part of the base model into itself, so that without it the model is not the policy as it "
+                    "starts. Use the default initialisation, or no KL."
+                )
             return None
         options = dict(self.args.model_init_kwargs or {})  # the parent has completed it
         name = get_config_model_id(self.model.config)
@@ -271,9 +286,6 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         """Log-probabilities of the reference policy at the positions of the packed row."""
         if not self.args.loss_config.has_kl_term:
             return None
-        if not self._shards_know_what_trains:
-            show_what_trains(self.model)
-            self._shards_know_what_trains = True
         with torch.no_grad():
             if self.ref_model is not None:
                 return cast(Tensor, self.ref_model(**kwargs).log_probs)
