@@ -31,9 +31,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
-from .adapters import check_trainable
+from .adapters import REFERENCE_ADAPTER, add_reference_adapter, check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
 from .async_config import AsyncGRPOExtConfig
 from .async_rollouts import RolloutLoop
@@ -45,7 +45,7 @@ from .micro_batches import constant_length_scale
 from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
-from .sharding import keep_float32_outputs, show_what_trains
+from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
 from .shared_prompt import draws_dropout
 from .trainer import TRL_METRIC_NAMES
 
@@ -188,6 +188,11 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The share of a micro-batch in the loss of the optimizer step; the forward is the parent's."""
+        if not self._shards_know_what_trains:
+            show_what_trains(model)
+            policy = self.accelerator.unwrap_model(model)
+            reduce_gradient_of_head(policy.get_base_model() if is_peft_model(policy) else policy)
+            self._shards_know_what_trains = True
         seen: dict[str, Any] = {}
 
         def forward(**kwargs: Any) -> Any:
@@ -251,8 +256,12 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
                 log[TRL_METRIC_NAMES[name]].append(value)
 
     def _make_reference(self) -> Any:
-        """The initial weights of a model that is trained whole; an adapter is switched off instead."""
-        if not self.args.loss_config.has_kl_term or is_peft_model(self.model):
+        """The initial weights of a model that is trained whole; a model with an adapter has them itself."""
+        if not self.args.loss_config.has_kl_term:
+            return None
+        if is_peft_model(self.model):
+            if not starts_as_base(self.model):
+                add_reference_adapter(self.model)
             return None
         options = dict(self.args.model_init_kwargs or {})  # the parent has completed it
         name = get_config_model_id(self.model.config)
@@ -271,13 +280,11 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         """Log-probabilities of the reference policy at the positions of the packed row."""
         if not self.args.loss_config.has_kl_term:
             return None
-        if not self._shards_know_what_trains:
-            show_what_trains(self.model)
-            self._shards_know_what_trains = True
         with torch.no_grad():
             if self.ref_model is not None:
                 return cast(Tensor, self.ref_model(**kwargs).log_probs)
-            with self.accelerator.unwrap_model(model).disable_adapter():
+            policy = self.accelerator.unwrap_model(model)
+            with use_adapter(policy, REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.peft_config else None):
                 return cast(Tensor, model(**kwargs).log_probs)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tiny import save_tiny_model
+from peft import LoraConfig
+from tiny import ADAPTER, save_tiny_model
 from tiny_async import (
     GivenRolloutWorker,
     given_group,
@@ -114,3 +115,23 @@ def test_the_gradient_is_that_of_the_synchronous_trainer(
         assert logged(want, "kl")[0] > 0.01
     if "truncated_importance_sampling_type" in LOSSES[loss]:
         assert 0 < logged(want, "is_oob_ratio")[0] < 1
+
+
+@pytest.mark.parametrize("initialisation", [True, "pissa"])
+def test_the_reference_of_an_adapter_is_the_policy_as_it_starts(
+    tiny: str, stale: Any, tmp_path: Path, initialisation: Any
+) -> None:
+    adapter = LoraConfig(**(ADAPTER | {"init_lora_weights": initialisation}))
+    trainer = in_the_asynchronous_trainer(
+        tiny,
+        tmp_path,
+        stale,
+        groups=8,
+        trainer={"peft_config": adapter},
+        max_steps=2,
+        learning_rate=0.1,
+        loss_fn={"reference_policy_kl_penalty": 0.1},
+    )
+    first, second = logged(trainer, "kl")
+    assert first == pytest.approx(0, abs=1e-6)
+    assert second > 1e-3
