@@ -31,9 +31,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
-from .adapters import check_trainable, starts_as_base
+from .adapters import REFERENCE_ADAPTER, add_reference_adapter, check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
 from .async_config import AsyncGRPOExtConfig
 from .async_rollouts import RolloutLoop
@@ -73,8 +73,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     Raises:
         TypeError: `args` is no `AsyncGRPOExtConfig`.
-        ValueError: nothing is trainable, the worker scores rollouts with advantages of TRL's, or the KL is to be
-            taken to an adapter that does not start as the base model.
+        ValueError: nothing is trainable, or the worker scores rollouts with advantages of TRL's.
         RuntimeError: in training, the rollout worker is dead or hangs; the last step is saved before.
     """
 
@@ -190,9 +189,9 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
     ) -> Tensor:
         """The share of a micro-batch in the loss of the optimizer step; the forward is the parent's."""
         if not self._shards_know_what_trains:
-            show_what_trains(self.model)
-            base = self.accelerator.unwrap_model(model)
-            reduce_gradient_of_head(base.get_base_model() if is_peft_model(base) else base)
+            show_what_trains(model)
+            policy = self.accelerator.unwrap_model(model)
+            reduce_gradient_of_head(policy.get_base_model() if is_peft_model(policy) else policy)
             self._shards_know_what_trains = True
         seen: dict[str, Any] = {}
 
@@ -257,17 +256,12 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
                 log[TRL_METRIC_NAMES[name]].append(value)
 
     def _make_reference(self) -> Any:
-        """The initial weights of a model that is trained whole; an adapter is switched off instead."""
+        """The initial weights of a model that is trained whole; a model with an adapter has them itself."""
         if not self.args.loss_config.has_kl_term:
             return None
         if is_peft_model(self.model):
             if not starts_as_base(self.model):
-                raise ValueError(
-                    f"init_lora_weights={self.model.active_peft_config.init_lora_weights!r} with "
-                    f"reference_policy_kl_penalty={self.args.loss_config.reference_policy_kl_penalty}: such an adapter "
-                    "takes a part of the base model into itself, so that without it the model is not the policy as it "
-                    "starts. Use the default initialisation, or no KL."
-                )
+                add_reference_adapter(self.model)
             return None
         options = dict(self.args.model_init_kwargs or {})  # the parent has completed it
         name = get_config_model_id(self.model.config)
@@ -289,7 +283,8 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         with torch.no_grad():
             if self.ref_model is not None:
                 return cast(Tensor, self.ref_model(**kwargs).log_probs)
-            with self.accelerator.unwrap_model(model).disable_adapter():
+            policy = self.accelerator.unwrap_model(model)
+            with use_adapter(policy, REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.peft_config else None):
                 return cast(Tensor, model(**kwargs).log_probs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import save_tiny_model
+from tiny import ADAPTER, save_tiny_model
 from tiny_async import (
     GivenRolloutWorker,
     given_group,
@@ -117,11 +117,21 @@ def test_the_gradient_is_that_of_the_synchronous_trainer(
         assert 0 < logged(want, "is_oob_ratio")[0] < 1
 
 
-def test_an_adapter_that_is_not_the_base_model_has_no_reference(tiny: str, tmp_path: Path) -> None:
-    """What PiSSA leaves of the base model is not the policy as it starts."""
-    pissa = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa", task_type="CAUSAL_LM")
-    worker = GivenRolloutWorker(make_loop([named], DATASET), [])
-    build = {"trainer": {"peft_config": pissa}, "loss_fn": {"reference_policy_kl_penalty": 0.1}}
-    with pytest.raises(ValueError, match="init_lora_weights='pissa' with reference_policy_kl_penalty=0.1"):
-        make_async_trainer(tiny, tmp_path, worker, DATASET, **build)
-    make_async_trainer(tiny, tmp_path, worker, DATASET, trainer={"peft_config": pissa})
+@pytest.mark.parametrize("initialisation", [True, "pissa"])
+def test_the_reference_of_an_adapter_is_the_policy_as_it_starts(
+    tiny: str, stale: Any, tmp_path: Path, initialisation: Any
+) -> None:
+    adapter = LoraConfig(**(ADAPTER | {"init_lora_weights": initialisation}))
+    trainer = in_the_asynchronous_trainer(
+        tiny,
+        tmp_path,
+        stale,
+        groups=8,
+        trainer={"peft_config": adapter},
+        max_steps=2,
+        learning_rate=0.1,
+        loss_fn={"reference_policy_kl_penalty": 0.1},
+    )
+    first, second = logged(trainer, "kl")
+    assert first == pytest.approx(0, abs=1e-6)
+    assert second > 1e-3

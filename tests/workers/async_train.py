@@ -2,6 +2,9 @@
 
     async_train.py MODEL_DIR MODEL_DIR_OF_SAMPLER OUT_FILE JSON_OF_CASES
 
+A case is the fields of an `AsyncGRPOExtConfig`, besides `lora` (fields of the `LoraConfig` of a new adapter) and
+`groups` (how many there are).
+
 One process stands for two: it takes the samples of both into every step. Every process saves what it saw to
 OUT_FILE.rank<number>.
 """
@@ -25,8 +28,8 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ending import leave
-from matrix import TARGETS, let_deepspeed_run_on_cpu, let_fsdp_run_on_cpu, share_held, whole
-from tiny import THREE_SGD_STEPS  # the path comes first
+from matrix import let_deepspeed_run_on_cpu, let_fsdp_run_on_cpu, share_held, weights
+from tiny import ADAPTER, THREE_SGD_STEPS  # the path comes first
 from tiny_async import (
     GivenRolloutWorker,
     given_group,
@@ -67,7 +70,8 @@ def rollouts(stale: str, estimator: str, groups: int) -> GivenRolloutWorker:
 
 
 def run(model: str, stale: str, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
-    adapter = LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM") if fields.pop("lora", False) else None
+    lora = fields.pop("lora", None)
+    adapter = None if lora is None else LoraConfig(**(ADAPTER | lora))
     groups = fields.pop("groups", 24)
     # As in TRL, the main process alone has a worker.
     worker = rollouts(stale, fields["adv_estimator"], groups) if RANK == 0 else None
@@ -75,19 +79,20 @@ def run(model: str, stale: str, folder: str, fields: dict[str, Any]) -> dict[str
     trainer = make_async_trainer(model, Path(folder), worker, DATASET, trainer={"peft_config": adapter}, **fields)
     trainer.remove_callback(trainer.watch)  # which looks at whole gradients
     trainer.loss_fn = seen = RecordingLoss(trainer.loss_fn)
-    failure = None
+    start, failure = weights(trainer), None
     try:
         trainer.train()
     except RuntimeError as error:
         failure = str(error)
-    bare = trainer.accelerator.unwrap_model(trainer.model)
+    trained = weights(trainer)
     wrapped = trainer.model_wrapped
     return {
         "processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
         "wrapper": type(wrapped).__name__,
-        "share_held": share_held(list(bare.parameters())),
-        "weights": {name: whole(parameter) for name, parameter in bare.named_parameters()},
+        "share_held": share_held(list(trainer.model.parameters())),
+        "weights": trained,
+        "moved": max((trained[name] - start[name]).abs().max().item() for name in trained),
         "steps": trainer.state.global_step,
         "tokens": seen.tokens,
         "types": seen.types,
