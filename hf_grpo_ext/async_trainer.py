@@ -188,15 +188,11 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The share of a micro-batch in the loss of the optimizer step; the forward is the parent's."""
-        if not self._shards_know_what_trains:
-            show_what_trains(model)
-            policy = self.accelerator.unwrap_model(model)
-            reduce_gradient_of_head(policy.get_base_model() if is_peft_model(policy) else policy)
-            self._shards_know_what_trains = True
         seen: dict[str, Any] = {}
 
         def forward(**kwargs: Any) -> Any:
             seen["reference"] = self._reference(model, kwargs)
+            self._show_shards(model)
             seen["policy"] = model(**kwargs)
             return seen["policy"]
 
@@ -244,6 +240,15 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         self._metric_window.add(values, METRIC_REDUCTIONS | dict.fromkeys(("entropy", "aux_loss"), "sum"))
         self._flush_metrics()
         return loss
+
+    def _show_shards(self, model: nn.Module) -> None:
+        """Once, and after the reference: FSDP2 sets itself up at the first forward, which may have the adapter off."""
+        if self._shards_know_what_trains:
+            return
+        show_what_trains(model)
+        policy = self.accelerator.unwrap_model(model)
+        reduce_gradient_of_head(policy.get_base_model() if is_peft_model(policy) else policy)
+        self._shards_know_what_trains = True
 
     def _flush_metrics(self) -> None:
         """Logs the optimizer step, on its last micro-batch, from one collective."""

@@ -44,7 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 OTHER_CASES: dict[str, dict[str, Any]] = {
-    "bf16": {**CASES["gdpo, full, KL"], "bf16": True},
+    "bf16, full": {**CASES["gdpo, full, KL"], "bf16": True},
+    # The first forward is the reference's, which has the adapter off.
+    "bf16, LoRA": {**CASES["gdpo, LoRA, KL"], "bf16": True},
     # Enough for two steps.
     "the worker fails": {**GDPO, "loss_fn": "dapo", "groups": 12, "save_strategy": "steps", "save_steps": 100},
     "the worker fails at once": {**GDPO, "loss_fn": "dapo", "groups": 0},
@@ -127,8 +129,9 @@ def test_the_log_is_that_of_one_process(one: dict[str, Any], two: list[dict[str,
 
 
 def test_log_probabilities_are_not_rounded(two: list[dict[str, Any]]) -> None:
-    for case in (*CASES, "bf16"):
-        assert {kind for result in two for kind in result[case]["types"]} == {"torch.float32"}
+    for case in (*CASES, "bf16, full", "bf16, LoRA"):
+        for got in (result[case] for result in two):
+            assert (got["types"], got["steps"], got["failure"]) == ({"torch.float32"}, 3, None)
 
 
 def test_a_worker_that_fails_ends_both_processes(two: list[dict[str, Any]], models: tuple[str, str]) -> None:
