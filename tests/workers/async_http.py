@@ -51,11 +51,11 @@ class CompletionServer:
 
     @torch.no_grad()
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One completion, drawn with the seed of the request."""
-        generator = torch.Generator().manual_seed(request["seed"])
+        """One completion. The draw depends on the number of the request, since its seed is another one every time."""
         ids, logprobs, prompt = [], [], request["prompt"]
         with self._lock:
             self.prompts.append(prompt)
+            generator = torch.Generator().manual_seed(len(self.prompts))
             while len(ids) < request["max_tokens"] and ids[-1:] != [EOS]:
                 logits = self.model(torch.tensor([prompt + ids])).logits[0, -1]
                 lp = (logits / request["temperature"]).log_softmax(-1)
