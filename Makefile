@@ -10,7 +10,7 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM := false
 
 # `make mutate` changes the mathematics in 500 ways and shows which changes no test notices (about 20 minutes).
-.PHONY: demo test quick test-distributed test-vllm notebooks mutate bench lint format docs clean
+.PHONY: demo test quick test-distributed test-async test-vllm notebooks mutate bench lint format docs clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,7 +51,12 @@ quick: $(VENV)/.dev
 
 # DDP, FSDP2 and ZeRO in two CPU processes beside one, and processes that break (about 12 minutes on two cores).
 test-distributed: $(VENV)/.dev
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py tests/test_survival.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m distributed tests/test_distributed.py tests/test_backends.py tests/test_survival.py \
+		tests/test_async_distributed.py $(ARGS)
+
+# The asynchronous trainer: its gradient, its worker and a worker that dies, old rollouts, two processes (4 minutes).
+test-async: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/test_async*.py $(ARGS)
 
 # A vLLM engine beside the trainer, on the CPU, in an environment of its own: 3 minutes and 2.7 GB to make, 1 to run.
 test-vllm: $(VLLM)/.ready

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
@@ -73,7 +74,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     Raises:
         TypeError: `args` is no `AsyncGRPOExtConfig`.
-        ValueError: nothing is trainable, or the worker scores rollouts with advantages of TRL's.
+        ValueError: nothing is trainable, prompts are plain text, or the worker has advantages of TRL's.
         RuntimeError: in training, the rollout worker is dead or hangs; the last step is saved before.
     """
 
@@ -295,6 +296,13 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
 def _adopt(worker: Any, args: AsyncGRPOExtConfig) -> None:
     """Lets TRL's worker score as `args` say, and lets it be stopped when it is dead."""
+    dataset = worker._loop_kwargs["dataset"]
+    if isinstance(dataset, Dataset) and isinstance(dataset[0].get("prompt"), str):
+        raise ValueError(
+            f"train_dataset has a prompt that is plain text, {dataset[0]['prompt'][:40]!r}: the rollout worker puts "
+            "prompts into the chat template, and would sample from an empty one. A prompt must be a list of messages, "
+            '[{"role": "user", "content": "..."}].'
+        )
     if worker._loop_cls is _AsyncRolloutLoop:
         worker._loop_cls = RolloutLoop
     if not issubclass(worker._loop_cls, RolloutLoop):

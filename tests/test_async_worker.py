@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import save_tiny_model
 from tiny_async import make_async_trainer, run_on_cpu
 from tiny_env import PROMPTS, chat, logged, quiet, tool_tokenizer
@@ -107,6 +108,13 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_sample(
     trainer = make_trainer(server, tmp_path, async_http.constant)
     with pytest.raises(RuntimeError, match="its process is gone .exit code -9"):
         trainer.train()
+
+
+def test_prompts_of_plain_text_are_refused(server: CompletionServer, tmp_path: Path) -> None:
+    parts = {"reward_funcs": async_http.constant, "processing_class": tool_tokenizer(), "weight_transfer": server}
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    with pytest.raises(ValueError, match=r"a prompt that is plain text, '0 \+ 1 =': the rollout worker puts"):
+        make_async_trainer(server.folder, tmp_path, None, dataset, trainer=parts)
 
 
 class OtherLoop(async_rollout_worker._AsyncRolloutLoop): ...

@@ -127,7 +127,7 @@ def named(completion_ids: list[list[int]], **_: Any) -> dict[str, list[float | N
 
 
 def given_group(
-    prompt: str,
+    prompt: str | list[dict[str, str]],
     group_id: int,
     *,
     version: int = 0,
@@ -137,8 +137,9 @@ def given_group(
 ) -> RolloutGroup:
     """The rollouts of a prompt that `GivenRollouts` hands the synchronous trainer."""
     tokenizer = make_tokenizer()
-    ids = tokenizer(prompt)["input_ids"]
+    ids = tokenizer(prompt if isinstance(prompt, str) else prompt[-1]["content"])["input_ids"]
     completions = [given_completion(ids, rank, longest) for rank in range(G)]
+    texts = [tokenizer.decode(completion, skip_special_tokens=True) for completion in completions]
     sequences = [
         [
             TrainingSequence(
@@ -153,7 +154,7 @@ def given_group(
     return RolloutGroup(
         prompts=[prompt] * G,
         reward_kwargs={name: [value] * G for name, value in columns.items()},
-        completions=[tokenizer.decode(completion, skip_special_tokens=True) for completion in completions],
+        completions=texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts],
         completions_ids=completions,
         completions_sequences=sequences,
         tool_call_counts=[0] * G,
