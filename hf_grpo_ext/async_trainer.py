@@ -347,7 +347,7 @@ class _Rollouts(IterableDataset):  # type: ignore[type-arg]
         self._check_health(stale_after_s)
         process = getattr(self._worker, "_process", None)
         if process is not None and not process.is_alive():
-            raise RuntimeError(f"its process is gone (exit code {process.exitcode}).")
+            raise RuntimeError(f"Its process is gone (exit code {process.exitcode}).")
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._worker, AsyncRolloutWorker):

@@ -138,7 +138,7 @@ def test_a_worker_that_fails_ends_both_processes(two: list[dict[str, Any]], mode
     first, second = (result["the worker fails"] for result in two)
     assert first["failure"] == second["failure"]
     assert first["failure"].startswith("The rollout worker has failed, and training ends. Step 2 is saved in ")
-    assert first["failure"].endswith("checkpoint-2. there are no more rollouts.")
+    assert first["failure"].endswith("checkpoint-2. There are no more rollouts.")
     assert first["steps"] == second["steps"] == 2
     saved = load_file(Path(re.findall(r"saved in (\S+)\.", first["failure"])[0]) / "model.safetensors")
     assert largest_difference(saved, first["weights"]) == 0
@@ -147,5 +147,5 @@ def test_a_worker_that_fails_ends_both_processes(two: list[dict[str, Any]], mode
 def test_a_worker_that_fails_at_once_ends_both_processes(two: list[dict[str, Any]]) -> None:
     for result in two:
         got = result["the worker fails at once"]
-        assert got["failure"] == "The rollout worker has failed, and training ends. there are no more rollouts."
+        assert got["failure"] == "The rollout worker has failed, and training ends. There are no more rollouts."
         assert got["steps"] == 0

@@ -106,7 +106,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_sample(
 ) -> None:
     monkeypatch.setattr(async_rollout_worker.AsyncRolloutWorker, "_loop_cls", async_http.HalfASample)
     trainer = make_trainer(server, tmp_path, async_http.constant)
-    with pytest.raises(RuntimeError, match="its process is gone .exit code -9"):
+    with pytest.raises(RuntimeError, match="Its process is gone .exit code -9"):
         trainer.train()
 
 
@@ -133,7 +133,7 @@ def test_a_loop_with_other_advantages_is_refused(
     [
         ("raises", "ZeroDivisionError: no such answer"),
         ("answers too little", "ValueError: The reward function 'faulty' returned 1 values for 4 completions"),
-        ("is killed", "its process is gone .exit code -9"),
+        ("is killed", "Its process is gone .exit code -9"),
         ("hangs", "heartbeat stale: .* child is hung"),
     ],
 )

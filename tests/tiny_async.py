@@ -191,7 +191,7 @@ class GivenRolloutWorker:
         self.versions.append(model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        raise RuntimeError("there are no more rollouts.")
+        raise RuntimeError("There are no more rollouts.")
 
 
 def make_async_trainer(
