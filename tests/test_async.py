@@ -24,7 +24,7 @@ from tiny_env import PROMPTS, G, difference, given_completion, logged, make_trai
 from hf_grpo_ext import AsyncGRPOExtConfig
 from hf_grpo_ext.loss import METRIC_REDUCTIONS
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 DATASET = Dataset.from_dict({"prompt": PROMPTS})
 
 

@@ -553,6 +553,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["auto", False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_step_does_not_depend_on_how_its_rows_are_split(

@@ -11,7 +11,7 @@ import torch
 from tiny import save_tiny_model
 from tiny_env import GivenRollouts, by_completion, logged, make_trainer, quiet
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 FIELDS = {"beta": 0.1, "learning_rate": 1e-3, "max_steps": 3}
 FITS, OVERFLOWS = 2.0**8, 2.0**16  # factors of the loss; the second is where torch starts
 

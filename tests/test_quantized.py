@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 peft = pytest.importorskip("peft")
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft")
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 BETA = 0.3
 
 

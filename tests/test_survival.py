@@ -28,7 +28,7 @@ from hf_grpo_ext.checkpoints import checkpoint_to_resume, is_complete
 from hf_grpo_ext.failures import FailedTogether, raise_together
 from hf_grpo_ext.timeouts import awaited, time_limit
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
