@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-import hf_grpo_ext.trainer
+import hf_grpo_ext.forward
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
@@ -189,7 +189,7 @@ def counted(trainer: Any) -> Iterator[None]:
         finally:
             inside[0], reads.count = 1, before
 
-    pack = hf_grpo_ext.trainer.pack_rows
+    pack = hf_grpo_ext.forward.pack_rows
 
     def packed(*args: Any) -> Any:
         # It copies tokens and mask to the host, and reads nothing but these copies.
@@ -202,7 +202,7 @@ def counted(trainer: Any) -> Iterator[None]:
     for name in originals:
         setattr(accelerate.Accelerator, name, collective(name))
     trainer._generate_and_score_completions = outside
-    hf_grpo_ext.trainer.pack_rows = packed
+    hf_grpo_ext.forward.pack_rows = packed
     inside[0] = 1
     try:
         with Reads() as reads:
@@ -213,7 +213,7 @@ def counted(trainer: Any) -> Iterator[None]:
         for name, original in originals.items():
             setattr(accelerate.Accelerator, name, original)
         del trainer._generate_and_score_completions
-        hf_grpo_ext.trainer.pack_rows = pack
+        hf_grpo_ext.forward.pack_rows = pack
 
 
 class Stock(Measured, GRPOTrainer):

@@ -10,6 +10,8 @@ from .loss import PRESETS, ClippedPGLossConfig, ClippedPGLossFn
 from .rewards import get_gdpo_reward_component_keys
 
 if TYPE_CHECKING:
+    from .async_config import AsyncGRPOExtConfig
+    from .async_trainer import AsyncGRPOExtTrainer
     from .callbacks import StopBrokenRun
     from .config import GRPOExtConfig
     from .trainer import GRPOExtTrainer
@@ -19,6 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "AdvEstimatorConfig",
+    "AsyncGRPOExtConfig",
+    "AsyncGRPOExtTrainer",
     "ClippedPGLossConfig",
     "ClippedPGLossFn",
     "GRPOExtConfig",
@@ -29,7 +33,13 @@ __all__ = [
 ]
 
 # The trainer pulls in TRL, which takes seconds; the mathematics does not need it.
-_LAZY = {"GRPOExtConfig": ".config", "GRPOExtTrainer": ".trainer", "StopBrokenRun": ".callbacks"}
+_LAZY = {
+    "AsyncGRPOExtConfig": ".async_config",
+    "AsyncGRPOExtTrainer": ".async_trainer",
+    "GRPOExtConfig": ".config",
+    "GRPOExtTrainer": ".trainer",
+    "StopBrokenRun": ".callbacks",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .grouping import group_baseline_and_std
 from .kl import kl_penalty
 from .loss_config import ClippedPGLossConfig, check_types, numbers_from_text, reject_unknown_keys
+from .normalization import each_component, normalized_advantage, whiten_rows, whiten_tokens
 from .reductions import masked_sum
 from .rewards import component_weights, weighted_sum
 
-NORMALIZE_EPSILON = 1e-6
-WHITEN_VARIANCE_FLOOR = 1e-8
+ROUNDED_OPERATIONS = 16  # that a term of an advantage has behind it, at most
 
 
 @dataclass(frozen=True)
@@ -79,121 +78,11 @@ class AdvEstimatorConfig:
         return cls(**numbers_from_text(cls, knobs))
 
 
-def normalized_advantage(
-    rewards: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool, resolution: Tensor | None = None
-) -> Tensor:
-    """Group-relative advantage of one reward.
-
-        A_i = r_i - b_i,   divided by (std_i + 1e-6) where std_i > 0
-
-    Args:
-        rewards: `[N]`, NaN where there is none.
-        group_ids: `[N]`.
-        leave_one_out: whether a row is left out of its own `b_i` and `std_i`.
-        normalize: whether to divide.
-        resolution: `[N]`, how far rounding alone can have moved each reward; `None` for 0.
-
-    Returns:
-        `[N]`; exactly 0 for a row without a reward, without company, or in a group of equal rewards.
-
-    Source:
-        GRPO, arXiv:2402.03300.
-
-    Example:
-        >>> rewards, one_group = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
-        >>> normalized_advantage(rewards, one_group, leave_one_out=False, normalize=False).tolist()
-        [0.75, -0.25, -0.25, -0.25]
-    """
-    baseline, std = group_baseline_and_std(rewards, group_ids, leave_one_out=leave_one_out, resolution=resolution)
-    advantage = rewards - baseline
-    if resolution is not None:
-        advantage = torch.where(advantage.abs() <= resolution, 0, advantage)
-    if normalize:
-        advantage = torch.where(std > 0, advantage / (std + NORMALIZE_EPSILON), advantage)
-    return advantage.nan_to_num(0.0)
-
-
-def each_component(table: Tensor, group_ids: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
-    """`normalized_advantage` of each column of the table on its own, `[N, K]`.
-
-    Example:
-        >>> table = torch.tensor([[1.0, 0.0], [0.0, 4.0]])
-        >>> each_component(table, torch.zeros(2), leave_one_out=False, normalize=False).tolist()
-        [[0.5, -2.0], [-0.5, 2.0]]
-    """
-    columns = [
-        normalized_advantage(column, group_ids, leave_one_out=leave_one_out, normalize=normalize)
-        for column in table.unbind(-1)
-    ]
-    return torch.stack(columns, dim=-1)
-
-
-def whiten_rows(values: Tensor, valid: Tensor, resolution: Tensor) -> Tensor:
-    """Whitening over rows, `(x - mean) / std` with the unbiased std, over the valid rows; 0 elsewhere.
-
-    What rounding alone can have left is taken as 0: a mean, or a spread of all values, within `resolution`. Two
-    components that cancel leave 1e-8 of noise, which a division by its own std would turn into advantages of 1.
-
-    Args:
-        values: `[N]`.
-        valid: `[N]` bool.
-        resolution: scalar, the rounding error of `values`.
-
-    Returns:
-        `[N]`.
-
-    Example:
-        >>> x, valid = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
-        >>> whiten_rows(x, valid, torch.tensor(0.0)).tolist()
-        [-0.7071067690849304, 0.7071067690849304, 0.0]
-    """
-    count = valid.sum()
-    mean = masked_sum(values, valid) / count.clamp(min=1)
-    mean = torch.where(mean.abs() <= resolution, torch.zeros_like(mean), mean)
-    centered = torch.where(valid, values - mean, torch.zeros_like(values))
-    spread = values.masked_fill(~valid, -torch.inf).amax() - values.masked_fill(~valid, torch.inf).amin()
-    std = (centered.square().sum() / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(spread > resolution, centered / std, torch.zeros_like(centered))
-
-
-def whiten_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Whitening over tokens, `(x - mean) * rsqrt(max(var, 1e-8))` with the biased variance; zeros if no token is valid.
-
-    Args:
-        values: `[N, T]`, or `[N, 1]` for one value that all tokens of a row have.
-        mask: `[N, T]` bool.
-
-    Returns:
-        The shape of `values`; masked positions are scaled by the same mean and variance, and are of no meaning.
-
-    Source:
-        REINFORCE++, arXiv:2501.03262.
-
-    Example:
-        >>> whiten_tokens(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])).tolist()
-        [[-1.0, 1.0]]
-        >>> whiten_tokens(torch.tensor([[1.0], [4.0]]), torch.tensor([[True, True], [True, False]])).tolist()
-        [[-0.7071067690849304], [1.4142135381698608]]
-    """
-    if not values.numel():
-        return torch.zeros_like(values)
-    tokens = mask if values.shape == mask.shape else mask.sum(-1, keepdim=True)  # how many have the value
-    valid = tokens > 0
-    # Masked positions take a value that counts, so that the extremes are those of the valid ones.
-    some = values.flatten()[valid.flatten().long().argmax()]
-    filled = torch.where(valid, values, some)
-    low, high = torch.aminmax(filled)
-    count = tokens.sum().clamp(min=1)
-    mean = (filled * tokens).sum() / count
-    variance = ((filled - mean).square() * tokens).sum() / count
-    whitened = (values - mean) * variance.clamp(min=WHITEN_VARIANCE_FLOOR).rsqrt()
-    return torch.where(valid.any() & (low < high), whitened, 0)
-
-
 class AdvantageEstimator:
     """What the estimators share: the reward table, who is valid, the clamp.
 
-    A new estimator defines `_estimate` and takes a line in `ADVANTAGE_ESTIMATORS`.
+    A new estimator defines `_relative`, and `_over_batch` if it needs the batch, and takes a line in
+    `ADVANTAGE_ESTIMATORS`.
 
     Args:
         config: the knobs of the estimator.
@@ -245,7 +134,58 @@ class AdvantageEstimator:
             return table.new_zeros(mask.shape if self.token_level else 0)
         kl = self._kl_in_reward(mask, table.dtype, logprobs_policy, logprobs_reference)
         scored = ~table.T.isnan().all(0)
-        advantages = self._estimate(group_ids, names, table, weights, mask & scored[:, None], kl)
+        relative, resolution = self._relative(group_ids, names, table, weights, mask, kl)
+        return self._clamped(self._over_batch(relative, mask & scored[:, None], resolution, kl))
+
+    def group_advantages(
+        self,
+        group_ids: Tensor,
+        rewards: Mapping[str, Tensor],
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> Tensor:
+        """What a group alone decides of the advantages, for whoever does not see the batch; `over_batch` does the rest.
+
+            over_batch(group_advantages(...), tokens)  =  compute_advantage(...)
+
+        Args:
+            group_ids: as in `compute_advantage`, like the rest.
+            rewards: component name -> `[N]`.
+            reward_weights: component name -> weight.
+
+        Returns:
+            `[N]`; NaN for a row that nothing scored.
+
+        Raises:
+            TypeError: `rewards` is not a mapping.
+            ValueError: shapes do not match, or a weight has no component.
+        """
+        everything = torch.ones_like(group_ids, dtype=torch.bool)[:, None]
+        names, table, weights, mask = self._checked(group_ids, rewards, everything, reward_weights)
+        if not len(group_ids):
+            return table.new_zeros(0)
+        relative, resolution = self._relative(group_ids, names, table, weights, mask, None)
+        # Who divides by the spread of these numbers later does not know how they were rounded.
+        relative = relative.masked_fill(relative.abs() <= resolution, 0)
+        return relative.masked_fill(table.T.isnan().all(0), torch.nan)
+
+    def over_batch(self, relative: Tensor, tokens: Tensor) -> Tensor:
+        """The advantages of a batch from what its groups decided: whitened where the method whitens, and clamped.
+
+        Args:
+            relative: `[N]`, from `group_advantages`; NaN for a row without an advantage.
+            tokens: `[N]`, how many tokens of each row count; a row without any has no say.
+
+        Returns:
+            `[N]`, the advantage of every token of the row; exactly 0 where `relative` is NaN or no token counts.
+        """
+        tokens = tokens.masked_fill(relative.isnan(), 0)[:, None]
+        relative = relative.nan_to_num(0.0)
+        resolution = ROUNDED_OPERATIONS * torch.finfo(relative.dtype).eps * relative.abs().amax()
+        advantages = self._over_batch(relative, tokens, resolution, None)
+        return self._clamped(advantages.view(len(relative)).masked_fill(tokens[:, 0] == 0, 0))
+
+    def _clamped(self, advantages: Tensor) -> Tensor:
         low, high = self.config.advantage_clip_low, self.config.advantage_clip_high
         return advantages if low is None and high is None else advantages.clamp(low, high)
 
@@ -285,8 +225,6 @@ class AdvantageEstimator:
             [[0.5, -1.0], [-0.5, 1.0]]
         """
         _, table, weights, _ = self._checked(group_ids, rewards, mask, reward_weights)
-        if not len(group_ids):
-            return table
         counts = ~table.isnan().all(-1, keepdim=True)
         return self._terms(group_ids, table, weights).masked_fill(~counts, torch.nan)
 
@@ -305,10 +243,15 @@ class AdvantageEstimator:
             table = table.T.masked_fill(~counts, torch.nan).T
         return names, table, weights, mask
 
-    def _estimate(
+    def _relative(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | float]:
+        """`(what a group decides alone, [N], how far rounding can have moved it)`."""
         raise NotImplementedError
+
+    def _over_batch(self, relative: Tensor, mask: Tensor, resolution: Tensor | float, kl: Tensor | None) -> Tensor:
+        """What the batch makes of it, `[N]`, or `[N, T]` from a token-level estimator."""
+        return relative
 
     def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
         """`D` of `component_advantages`, of any value in the rows that do not count."""
@@ -356,19 +299,20 @@ class GRPOAdvantageEstimator(AdvantageEstimator):
         DeepSeekMath, arXiv:2402.03300; RLOO, arXiv:2402.14740.
     """
 
-    def _estimate(
+    def _relative(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | float]:
         rewards, resolution = weighted_sum(table, weights)
         if kl is not None:
             rewards = rewards - masked_sum(kl, mask, dim=-1)
-        return normalized_advantage(
+        advantages = normalized_advantage(
             rewards,
             group_ids,
             leave_one_out=self.config.use_leave_one_out_baseline,
             normalize=self.config.normalize_rewards,
             resolution=resolution,
         )
+        return advantages, 0.0  # what is within the resolution is 0 already
 
 
 class GDPOAdvantageEstimator(AdvantageEstimator):
@@ -386,18 +330,20 @@ class GDPOAdvantageEstimator(AdvantageEstimator):
 
     allows_kl_in_reward = False
 
-    def _estimate(
+    def _relative(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | float]:
         if len(names) < 2:
             raise ValueError(
                 f"gdpo needs at least two reward components, but saw {len(names)}: {names}. Return several named "
                 'components from the reward functions, or use adv_estimator="grpo".'
             )
         terms = self._terms(group_ids, table, weights)
-        # Sums of K terms, each from a few rounded operations.
-        resolution = 16 * len(names) * torch.finfo(table.dtype).eps * terms.abs().amax()
-        return whiten_rows(terms.sum(-1), mask.any(-1), resolution)
+        resolution = ROUNDED_OPERATIONS * len(names) * torch.finfo(table.dtype).eps * terms.abs().amax()
+        return terms.sum(-1), resolution
+
+    def _over_batch(self, relative: Tensor, mask: Tensor, resolution: Tensor | float, kl: Tensor | None) -> Tensor:
+        return whiten_rows(relative, mask.any(-1), resolution)
 
     def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
         return weights * each_component(
@@ -422,17 +368,19 @@ class ReinforcePlusPlusAdvantageEstimator(AdvantageEstimator):
 
     token_level = True
 
-    def _estimate(
+    def _relative(
         self, group_ids: Tensor, names: list[str], table: Tensor, weights: Tensor, mask: Tensor, kl: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | float]:
         rewards, resolution = weighted_sum(table, weights)
-        counts = ~rewards.isnan()
         if self.config.minus_baseline:
             rewards = normalized_advantage(
                 rewards, group_ids, leave_one_out=False, normalize=False, resolution=resolution
             )
-        values = rewards[:, None] if kl is None else rewards[:, None] - kl
-        advantages = torch.where(counts[:, None], whiten_tokens(values, mask), 0)
+        return rewards, 0.0
+
+    def _over_batch(self, relative: Tensor, mask: Tensor, resolution: Tensor | float, kl: Tensor | None) -> Tensor:
+        values = relative[:, None] if kl is None else relative[:, None] - kl
+        advantages = torch.where(mask.any(-1, keepdim=True), whiten_tokens(values, mask), 0)
         return advantages.expand_as(mask).contiguous()
 
     def _terms(self, group_ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:

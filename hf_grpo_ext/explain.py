@@ -11,6 +11,7 @@ import torch
 
 from .config import GRPOExtConfig
 from .loss_config import PRESETS, ClippedPGLossConfig
+from .objective import ObjectiveConfig
 
 # The values with which an engine samples from the whole softmax, which is what the trainer computes.
 UNCUT_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -21,26 +22,21 @@ UNCUT_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def explain(args: GRPOExtConfig, has_dropout: bool = True) -> str:
+def explain(args: Any, has_dropout: bool = True) -> str:
     """The objective of a configuration, as text.
 
     Args:
-        args: the configuration.
+        args: a `GRPOExtConfig` or an `AsyncGRPOExtConfig`.
         has_dropout: whether the model has any.
 
     Example:
         >>> print(explain(GRPOExtConfig(loss_fn="dapo", use_cpu=True)).splitlines()[0])
         Loss: dapo
     """
-    loss = args.loss_config
     lines = [
-        f"Loss: {method_name(args)}",
-        *(f"    {line}" for line in loss_formula(args)),
-        f"Advantage: {args.adv_estimator_config.name}",
-        *(f"    {line}" for line in advantage_formula(args)),
-        *_beside(args),
+        *objective_lines(args),
         "Values:",
-        *_values("loss_fn", loss, args),
+        *_values("loss_fn", args.loss_config, args),
         *_values("adv_estimator", args.adv_estimator_config, args),
     ]
     if advice := warnings_of_experience(args, has_dropout):
@@ -48,8 +44,19 @@ def explain(args: GRPOExtConfig, has_dropout: bool = True) -> str:
     return "\n".join(lines)
 
 
-def method_name(args: GRPOExtConfig) -> str:
-    """The preset whose knobs these are (the weight of the KL aside), or "custom"."""
+def objective_lines(args: Any) -> list[str]:
+    """What is trained, with its numbers in: the loss, the advantage, and what stands beside them."""
+    return [
+        f"Loss: {method_name(args)}",
+        *(f"    {line}" for line in loss_formula(args)),
+        f"Advantage: {args.adv_estimator_config.name}",
+        *(f"    {line}" for line in advantage_formula(args)),
+        *(_beside(args) if isinstance(args, GRPOExtConfig) else _beside_asynchronous(args)),
+    ]
+
+
+def method_name(args: Any) -> str:
+    """The preset whose knobs these are (the weight of the KL aside), the one that was named first, or "custom"."""
     loss = dataclasses.asdict(args.loss_config)
     defaults = {f.name: f.default for f in dataclasses.fields(ClippedPGLossConfig)}
     free = {
@@ -59,15 +66,23 @@ def method_name(args: GRPOExtConfig) -> str:
         "kl_input_clamp_value",
         "kl_output_clamp_value",
     }
-    for name, knobs in PRESETS.items():
-        if (name == "dr_grpo") != (args.loss_type == "dr_grpo"):
-            continue
-        if all(loss[knob] == value for knob, value in (defaults | knobs).items() if knob not in free):
-            return name
-    return "custom"
+    matching = [
+        name
+        for name, knobs in PRESETS.items()
+        if (name == "dr_grpo") == (args.loss_type == "dr_grpo")
+        and all(loss[knob] == value for knob, value in (defaults | knobs).items() if knob not in free)
+    ]
+    named = named_preset(args)
+    return named if named in matching else next(iter(matching), "custom")
 
 
-def loss_formula(args: GRPOExtConfig) -> list[str]:
+def named_preset(args: Any) -> str | None:
+    """The preset that `loss_fn` names, whatever else it changes; `None` if it names none."""
+    sources = {source for value, source in args.sources.items() if value.startswith("loss_fn.")}
+    return next((name for name in PRESETS if f"preset {name!r}" in sources), None)
+
+
+def loss_formula(args: Any) -> list[str]:
     """The formula of the loss, with its numbers in."""
     c = args.loss_config
     low, high = f"{max(0.0, 1 - c.ratio_clip_min):.6g}", f"{1 + c.ratio_clip_max:.6g}"
@@ -117,9 +132,10 @@ def _kl_term(c: ClippedPGLossConfig) -> str:
     )
 
 
-def advantage_formula(args: GRPOExtConfig) -> list[str]:
+def advantage_formula(args: ObjectiveConfig) -> list[str]:
     """The formula of the advantage."""
     a = args.adv_estimator_config
+    batch = "generation batch" if isinstance(args, GRPOExtConfig) else "optimizer step"
     peers = "the other rollouts of the group" if a.use_leave_one_out_baseline else "the rollouts of the group"
     relative = f"r - mean over {peers}"
     if a.normalize_rewards:
@@ -128,11 +144,11 @@ def advantage_formula(args: GRPOExtConfig) -> list[str]:
         "grpo": [f"A = {relative}, r = weighted sum of the components"],
         "gdpo": [
             f"A_k = {relative}, for each component k",
-            "A = whiten(sum_k w_k A_k) over all rows of the generation batch",
+            f"A = whiten(sum_k w_k A_k) over all rows of the {batch}",
         ],
         "reinforce_plus_plus": [
             "A = r - mean over the rollouts of the group" if a.minus_baseline else "A = r",
-            "A <- whiten(A) over all tokens of the generation batch",
+            f"A <- whiten(A) over all tokens of the {batch}",
         ],
     }.get(a.name, [])
     if args.loss_config.use_kl_in_reward:
@@ -148,7 +164,7 @@ def advantage_formula(args: GRPOExtConfig) -> list[str]:
     return lines
 
 
-def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> list[str]:
+def warnings_of_experience(args: Any, has_dropout: bool = True) -> list[str]:
     """What is allowed but has gone wrong for others.
 
     Args:
@@ -178,12 +194,15 @@ def warnings_of_experience(args: GRPOExtConfig, has_dropout: bool = True) -> lis
         )
     if (cut := warning_of_cut_sampling(args)) is not None:
         advice.append(cut)
-    if args.beta > 0 and has_dropout and not args.disable_dropout:
-        advice.append("beta > 0 with dropout on: the KL also measures the dropout. Set disable_dropout=True.")
+    if args.beta > 0 and has_dropout and not getattr(args, "disable_dropout", False):
+        remedy = (
+            "disable_dropout=True" if hasattr(args, "disable_dropout") else "the dropouts of the model's config to 0"
+        )
+        advice.append(f"beta > 0 with dropout on: the KL also measures the dropout. Set {remedy}.")
     return advice
 
 
-def warning_of_cut_sampling(args: GRPOExtConfig) -> str | None:
+def warning_of_cut_sampling(args: Any) -> str | None:
     """Why an importance correction is biased where the engine samples from a distribution that was cut or reshaped.
 
     Args:
@@ -196,15 +215,17 @@ def warning_of_cut_sampling(args: GRPOExtConfig) -> str | None:
         args.use_vllm and args.vllm_importance_sampling_correction
     )
     uncut = UNCUT_SAMPLING | {"temperature": (args.temperature,)}
-    asked = {name: getattr(args, name) for name in uncut} | (args.generation_kwargs or {})  # which win, as in TRL
+    asked = {name: getattr(args, name) for name in uncut}
+    asked |= getattr(args, "generation_kwargs", None) or {}  # which win, as in TRL
     cut = [f"{name}={asked[name]}" for name in uncut if asked[name] not in uncut[name]]
     if not corrects or not cut:
         return None
+    or_not = ", or switch the correction off" if isinstance(args, GRPOExtConfig) else ""
     return (
         f"{', '.join(cut)} with an importance correction: the engine renormalises its log-probabilities over what is "
         "left, the trainer's are of the whole softmax at `temperature`. Then exp(prev - gen) is not 1 even where the "
         "two agree, and the gradient is biased. Sample from the whole softmax (top_p=1.0, top_k=0, min_p=None, "
-        "repetition_penalty=1.0), or switch the correction off."
+        f"repetition_penalty=1.0){or_not}."
     )
 
 
@@ -233,7 +254,17 @@ def _beside(args: GRPOExtConfig) -> list[str]:
     return ["Beside it:", *lines] if lines else []
 
 
-def _values(block: str, config: Any, args: GRPOExtConfig) -> list[str]:
+def _beside_asynchronous(args: Any) -> list[str]:
+    beside = {
+        "prev = sg(lp), the policy at the start of the optimizer step: rho is 1, and no clip bites": True,
+        f"rollouts more than {args.max_staleness} updates old are left out": True,
+        f"reward weights {args.reward_weights}": args.reward_weights is not None,
+        "groups whose rewards are all equal are dropped": args.drop_groups_without_signal,
+    }
+    return ["Beside it:", *(f"    {text}" for text, applies in beside.items() if applies)]
+
+
+def _values(block: str, config: Any, args: ObjectiveConfig) -> list[str]:
     return [
         f"    {block}.{f.name} = {getattr(config, f.name)!r}  ({args.sources.get(f'{block}.{f.name}', 'default')})"
         for f in dataclasses.fields(config)

@@ -32,9 +32,10 @@ class _Layout:
         ids, sizes = torch.unique_consecutive(group_ids, return_counts=True)
         in_blocks = bool((sizes > 1).all() & (sizes == sizes[:1]).all() & (ids[1:] > ids[:-1]).all())
         self.size = self.count // len(ids) if self.count else 2
-        self.rows = None if in_blocks else group_rows(group_ids)
-        if self.rows is not None and self.rows.shape[1] < 2:  # so that there is a second largest
-            self.rows = torch.nn.functional.pad(self.rows, (0, 2 - self.rows.shape[1]), value=-1)
+        self.rows: Tensor | None = None
+        if not in_blocks:
+            rows = group_rows(group_ids)  # at least two wide, so that there is a second largest
+            self.rows = torch.nn.functional.pad(rows, (0, max(0, 2 - rows.shape[1])), value=-1)
 
     def take(self, values: Tensor) -> Tensor:
         """`[P, G]`, of any value where padded."""

@@ -20,7 +20,7 @@ def finite_exp(log_weight: Tensor) -> Tensor:
     """
     weight = torch.exp(log_weight)
     if not log_weight.requires_grad:
-        return weight.nan_to_num(0.0, 0.0, 0.0)
+        return weight.nan_to_num(0.0, posinf=0.0)
     # The inner `where` keeps the infinity out of the backward pass, where 0 * inf is NaN.
     finite = weight.isfinite()
     return torch.where(finite, torch.exp(torch.where(finite, log_weight, 0)), 0)

@@ -154,7 +154,7 @@ class ClippedPGLossFn:
         ratio = torch.exp(log_ratio)
         token_loss, used_ratio, clipped_ratio = self._policy_loss(x, ratio)
 
-        engine_log_ratio = (x.prev - x.generation).detach()
+        engine_log_ratio = x.prev - x.generation
         weights, out_of_bounds = self._actor_weights(engine_log_ratio, x.mask)
         if config.use_importance_sampling_correction:
             token_loss = weights * token_loss

@@ -14,8 +14,6 @@ from .kl import KL_TYPES
 
 KL_WEIGHTS = ("score_function", "policy_ratio", "none")
 
-# Each method as the knobs that make it, with the numbers of its paper. The advantage side is chosen apart, by
-# `adv_estimator`.
 PRESETS: dict[str, dict[str, Any]] = {
     # Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347
     "ppo": {
@@ -84,6 +82,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reference_policy_kl_type": "k2",
     },
 }
+"""Each method as the knobs that make it, with the numbers of its paper.
+
+The advantage side is chosen apart, by `adv_estimator`.
+"""
 
 
 def reject_unknown_keys(given: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -71,6 +71,43 @@ class PackedRows:
         return flat.view(rows, tokens)
 
 
+@dataclass(frozen=True)
+class SegmentRows:
+    """A flat sequence of the tokens of several rows, one row after the other, as the padded batch `[S, T]`.
+
+    Attributes:
+        row: `[M]`, the row of each token.
+        column: `[M]`, its place in the row.
+        shape: `(S, T)`.
+
+    Example:
+        >>> rows = SegmentRows.of(torch.tensor([0, 0, 1]))
+        >>> rows.pad(torch.tensor([5.0, 6.0, 7.0])).tolist(), rows.mask.tolist()
+        ([[5.0, 6.0], [7.0, 0.0]], [[True, True], [True, False]])
+    """
+
+    row: Tensor
+    column: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, segment_id: Tensor) -> SegmentRows:
+        """From the number of the row of each token, `[M]`, ascending from 0 without a gap."""
+        lengths = torch.bincount(segment_id)
+        first = lengths.cumsum(0) - lengths
+        column = torch.arange(len(segment_id), device=segment_id.device) - first[segment_id]
+        return cls(segment_id, column, (len(lengths), int(lengths.max()) if len(lengths) else 0))
+
+    def pad(self, values: Tensor) -> Tensor:
+        """`[M]` to `[S, T]`, 0 where there is no token."""
+        return values.new_zeros(self.shape).index_put((self.row, self.column), values)
+
+    @property
+    def mask(self) -> Tensor:
+        """`[S, T]` bool, where there is a token."""
+        return self.pad(torch.ones_like(self.row, dtype=torch.bool))
+
+
 def prompt_ids_of(prompts: Tensor, mask: Tensor) -> Tensor:
     """Numbers the different prompts of a batch: `[B]`, equal where the tokens that are not masked are equal.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .timeouts import awaited, time_limit
 
 COMPONENT_PREFIX = "reward/"
 LEGACY_COMPONENT = re.compile(r"reward\d+")
@@ -86,22 +89,42 @@ class ComponentReward:
     Args:
         function: the reward function; called with keyword arguments only, among them `completions`.
         name: its name.
+        timeout: seconds that a call may take; `None` for no limit.
 
     Attributes:
         components: the last answer, component name -> N floats, NaN where absent. Empty where the function returned
             None for every sample and so far never said which kind it is.
+        failed: whether the last call raised.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, timeout: float | None = None) -> None:
         self.function = function
         self.name = name
+        self.timeout = timeout
         self.__name__ = name
         self.components: dict[str, list[float]] = {}
+        self.failed = False
         self._kind: str | None = None
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
         """The sum of the components of each sample, None where there is none."""
-        return self._read(self.function(**kwargs), len(kwargs["completions"]))
+        with self._noticing_failure():
+            with time_limit(self.timeout, self._title):
+                answer = self.function(**kwargs)
+            return self._read(answer, len(kwargs["completions"]))
+
+    @property
+    def _title(self) -> str:
+        return f"The reward function {self.name!r}"
+
+    @contextmanager
+    def _noticing_failure(self) -> Iterator[None]:
+        self.failed = False
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            raise
 
     def _read(self, answer: Any, count: int) -> list[float | None]:
         kind, components = read_components(answer, self.name, count)
@@ -123,7 +146,15 @@ class AsyncComponentReward(ComponentReward):
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]  # awaited
         """The sum of the components of each sample, None where there is none."""
-        return self._read(await self.function(**kwargs), len(kwargs["completions"]))
+        with self._noticing_failure():
+            answer = await awaited(self._answer(**kwargs), self.timeout, self._title)
+            return self._read(answer, len(kwargs["completions"]))
+
+    async def _answer(self, **kwargs: Any) -> Any:
+        try:
+            return await self.function(**kwargs)
+        except SystemExit as leaving:  # which would end the event loop, and leave its caller waiting
+            raise RuntimeError(f"{self._title} called sys.exit({leaving.code!r}).") from leaving
 
 
 def read_components(answer: Any, name: str, count: int) -> tuple[str | None, dict[str, list[float]]]:
@@ -181,29 +212,32 @@ class ComponentNames:
     Args:
         function_names: the names of the reward functions. A function that has shown no component stands for one of
             its own name.
+
+    Attributes:
+        seen: for each function, the components that it has shown.
     """
 
     def __init__(self, function_names: Sequence[str]) -> None:
         reject_duplicates(function_names, "reward functions")
         self._functions = list(function_names)
-        self._seen: list[list[str]] = [[] for _ in function_names]
+        self.seen: list[list[str]] = [[] for _ in function_names]
 
     def update(self, seen: Iterable[Sequence[Sequence[str]]]) -> None:
         """Adds what each process saw: for each process, for each function, its component names."""
         for process in seen:
-            for known, new in zip(self._seen, process, strict=True):
+            for known, new in zip(self.seen, process, strict=True):
                 known.extend(sorted(set(new) - set(known)))
         reject_duplicates(self.names, "reward components")
 
     @property
     def names(self) -> list[str]:
         """The component names, functions in their order."""
-        return [name for function, seen in zip(self._functions, self._seen, strict=True) for name in seen or [function]]
+        return [name for function, seen in zip(self._functions, self.seen, strict=True) for name in seen or [function]]
 
     @property
     def owners(self) -> list[int]:
         """For each component, the index of its function."""
-        return [index for index, seen in enumerate(self._seen) for _ in seen or [""]]
+        return [index for index, seen in enumerate(self.seen) for _ in seen or [""]]
 
     def local_columns(self, functions: Sequence[ComponentReward | None], count: int) -> list[list[float]]:
         """The last answers of this process, `[K, count]`; NaN where a component is absent or a function is not ours."""

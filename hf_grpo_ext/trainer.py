@@ -9,54 +9,54 @@ The seams, and what each one changes:
 | `_generate_and_score_completions` | the parent's result with the advantages replaced |
 | `get_batch_samples`, `_prepare_inputs` | the parent's, for a whole optimizer step: rows planned, tokens counted |
 | `_get_per_token_logps_and_entropies` | each prompt computed once for its completions, or the parent's |
-| `_save_checkpoint`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
+| `_save_checkpoint`, `save_model` | the parent's; what fails on one process ends all |
+| `_save_rng_state`, `_load_optimizer_and_scheduler` | the parent's, with the place in the rollouts and the prompts |
+| `train` | the parent's, from complete checkpoints; the last step is saved before a reward that failed ends the run |
 | `_generate_single_turn` | the parent's, with each prompt prefilled once |
+| `create_model_card` | the parent's card, with the objective in it |
 | `_compute_loss` | the parent's log-probabilities into our loss; entropy bonus and router loss as TRL documents them |
 
+What calls the model is in `forward.py`, what draws prompts again in `drawing.py`, what saves in `saving.py`.
 `SEAMS` names all that is relied on; `tests/test_trl_seams.py` fails first when TRL changes one of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object, is_peft_model, send_to_device
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, is_async_callable
 
+from .adapters import add_reference_adapter, check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
 from .callbacks import StopBrokenRun
 from .config import GRPOExtConfig
-from .diagnostics import MetricWindow, combine_rounds, mismatch_metrics, reward_metrics, sequence_logprob_error
-from .dynamic_sampling import PromptStream, Rounds, groups_with_signal, joined_columns
+from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
+from .drawing import DynamicSampling
+from .dynamic_sampling import PromptStream
 from .entropy import adapted_entropy_coef
 from .explain import explain, warning_of_cut_sampling
+from .failures import failure_text, raise_together
+from .forward import MODEL_INPUTS, SharedPromptForward, cannot_share
 from .loss import ENGINE_METRICS, METRIC_REDUCTIONS, ClippedPGLossFn
 from .micro_batches import (
     PROMPT_KEYS,
-    concatenate_rows,
     constant_length_scale,
     counted_tokens,
     loss_token_mask,
     plan_micro_batches,
-    take_rows,
     valid_counts,
 )
-from .packing import PackedRows, pack_rows
-from .prefill import prefill_once
+from .model_card import add_section, describe_dataset, method, objective_section
 from .reductions import masked_mean, masked_sum
+from .report import Rollouts, write_report
 from .rewards import (
     COMPONENT_PREFIX,
     AsyncComponentReward,
@@ -64,16 +64,12 @@ from .rewards import (
     ComponentReward,
     component_weights,
 )
+from .saving import CompleteCheckpoints
+from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
 from .shared_prompt import (
     draws_dropout,
-    packed_log_probs,
     positions_are_relative,
-    prepare_model,
-    same_in_both_layouts,
-    why_not_packed,
 )
-
-logger = logging.get_logger(__name__)
 
 SEAMS = (
     "_calculate_rewards",
@@ -84,24 +80,12 @@ SEAMS = (
     "_generate_single_turn",
     "_save_checkpoint",
     "_load_optimizer_and_scheduler",
+    "create_model_card",
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "training_step",
 )
 
-# What the model needs of a batch besides the tokens.
-MODEL_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 # How many tokens and rows the loss of an optimizer step is divided by, and how many its metrics are averaged over.
 COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric_valid_seqs")
@@ -109,8 +93,9 @@ COUNTS = ("global_valid_toks", "global_valid_seqs", "metric_valid_toks", "metric
 # Logged of every step, also of one without a row that is computed.
 ROW_METRICS = ("num_valid_samples", "frac_rows_skipped", "entropy_coef")
 
-# Packing takes a few gathers a layer; it pays where it leaves out at least one token in twenty.
-WORTH_PACKING = 0.95
+# Whose versions a report tells.
+LIBRARIES = ("hf_grpo_ext", "trl", "transformers", "torch")
+
 
 # Our metrics under the names that TRL's users have on their dashboards.
 TRL_METRIC_NAMES = {
@@ -119,7 +104,7 @@ TRL_METRIC_NAMES = {
 }
 
 
-class GRPOExtTrainer(GRPOTrainer):
+class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
     """`GRPOTrainer` with the advantage estimator and the loss of a `GRPOExtConfig`, and rewards with components.
 
     A reward function may return, besides TRL's list of floats, named components: a dict `{name: list or tensor of N}`
@@ -147,7 +132,12 @@ class GRPOExtTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     reward_func_names: list[str]
     reward_weights: Tensor
+    beta: float
     entropy_coef: float
+    _name: str
+    _paper: dict[str, str]
+    _last_world_entropy: float
+    control: Any
     _step: int
     _logs: dict[str, Any]
     _buffered_inputs: Any
@@ -178,12 +168,23 @@ class GRPOExtTrainer(GRPOTrainer):
                 "that returns its `logprobs`."
             )
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        with _hidden_from_trl(args, "reward_weights", isinstance(args.reward_weights, dict)):
+        shown: dict[str, Any] = {"reward_weights": None} if isinstance(args.reward_weights, dict) else {}
+        if needs_engine:  # then TRL looks whether a vLLM server reports the log-probabilities that a correction needs
+            shown["vllm_importance_sampling_correction"] = True
+        # TRL would copy the adapter named "default", whichever trains. (It refuses sync_ref_model if it sees beta.)
+        continued = isinstance(model, nn.Module) and is_peft_model(model) and not args.sync_ref_model
+        if continued:
+            shown["beta"] = 0.0
+        with _shown_to_trl(args, shown):
             # A list of its own, since TRL replaces the names of reward models by the models in it.
             super().__init__(
                 model, None if reward_funcs is None else list(functions), args, train_dataset, *more, **kwargs
             )
-        _check_trainable(self.model)
+        self.vllm_importance_sampling_correction = args.vllm_importance_sampling_correction
+        self.beta = args.beta
+        if self.beta != 0 and (continued or (is_peft_model(self.model) and not starts_as_base(self.model))):
+            add_reference_adapter(self.model)
+        check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
         if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
@@ -198,16 +199,21 @@ class GRPOExtTrainer(GRPOTrainer):
         self._function_weights = self.reward_weights.tolist()
         self._components = ComponentNames(self._function_names)
         self.reward_funcs = [
-            _with_components(function, name)
+            _with_components(function, name, args.reward_timeout)
             for function, name in zip(self.reward_funcs, self._function_names, strict=True)
         ]
         self._raw_window: list[Any] = []
         self._prepared_window: list[dict[str, Any]] = []
+        # The optimizer steps before the one that is being prepared or taken, and where the run was then.
+        self._place_of_step: tuple[int, dict[str, Any]] = (-1, {})
         self._metric_window = MetricWindow()
+        self._last_rollouts: Rollouts | None = None
+        self._name, self._paper = method(args)  # for TRL's model card
         self._warned_of_exhaustion = self._shards_know_what_trains = False
         self._prompt_stream = PromptStream(len(self.train_dataset), args.seed) if args.use_dynamic_sampling else None
         self._draws_dropout = draws_dropout(self.model)
         self._reasons_said: set[str] = set()
+        self._bases: dict[nn.Module, Any] = {}  # of each model, what is under its wrappers and its adapter
         self._packs: dict[int, bool] = {}  # of each model, by identity: whether its forward takes packed rows
         if args.use_dynamic_sampling and not positions_are_relative(self._base_model(self.model)):
             raise ValueError(
@@ -216,27 +222,85 @@ class GRPOExtTrainer(GRPOTrainer):
                 "padding. Use another model, or use_dynamic_sampling=False."
             )
         if args.shared_prompt_forward is True and (reason := self._why_not_packed(self._base_model(self.model))):
-            raise _cannot_share(reason)
+            raise cannot_share(reason)
 
     def explain(self) -> str:
         """The objective that is trained, in words and numbers; see `explain.explain`."""
         return explain(self.args, has_dropout=self._draws_dropout)
 
+    def write_report(
+        self, path: str | Path | None = None, tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    ) -> Path | None:
+        """Writes one page about the run: objective, curves, and what trained last; call it after `train()`.
+
+        Args:
+            path: of the page; by default `report.html` in `output_dir`.
+            tables: what your script has measured besides, title -> rows, each column -> value.
+
+        Returns:
+            The path; `None` on processes other than the first, which writes it.
+        """
+        if not self.is_world_process_zero():
+            return None
+        args, state = self.args, self.state
+        facts = {
+            "Method": self._name,
+            "Model": get_config_model_id(self.model.config),
+            "Data": describe_dataset(self.train_dataset),
+            "Optimizer steps": state.global_step,
+            "Rollouts a generation batch": f"{args.generation_batch_size}, {self.num_generations} a prompt",
+            "Processes": self.accelerator.num_processes,
+            "Seed": args.seed,
+            "Versions": ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
+        }
+        return write_report(
+            Path(args.output_dir, "report.html") if path is None else path,
+            title=f"Training report: {Path(args.output_dir).resolve().name}",
+            objective=self.explain(),
+            log_history=state.log_history,
+            facts=facts,
+            tables=tables,
+            rollouts=self._last_rollouts,
+        )
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's card, `README.md` in `output_dir`, and in it what was trained.
+
+        Args:
+            model_name: as TRL's.
+            dataset_name: of the data set on the Hub, which does not tell it itself.
+            tags: as TRL's.
+        """
+        with self._writing_card():
+            super().create_model_card(model_name, dataset_name, tags)
+            if self.is_world_process_zero():
+                dataset = describe_dataset(self.train_dataset, dataset_name)
+                section = objective_section(self.args, self._weight_of_component, dataset)
+                card = Path(self.args.output_dir, "README.md")
+                card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
+
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
         super().create_accelerator_and_postprocess()
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy: Any = getattr(plugin, "mixed_precision_policy", None)
-        if getattr(policy, "output_dtype", None) is not None:
-            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+        keep_float32_outputs(self.accelerator)
 
     # Rewards
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         self.reward_func_names = self._function_names
-        per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        failure: BaseException | None = None
+        try:
+            per_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except (Exception, SystemExit) as error:
+            failure = error
+            # The last thing that the parent does, and what the other processes wait for.
+            nothing = torch.zeros(len(prompts), len(self.reward_funcs), device=self.accelerator.device)
+            per_function = self.accelerator.gather(nothing)
         ours = [function if isinstance(function, ComponentReward) else None for function in self.reward_funcs]
-        self._components.update(gather_object([[list(function.components) if function else [] for function in ours]]))
+        seen = [list(function.components) if function else [] for function in ours]
+        self._components.update(self._seen_everywhere(seen, failure))
         names, owners = self._components.names, self._components.owners
 
         columns = self._components.local_columns(ours, len(prompts))
@@ -253,6 +317,19 @@ class GRPOExtTrainer(GRPOTrainer):
         self._reward_table = table
         return table
 
+    def _seen_everywhere(self, seen: list[list[str]], failure: BaseException | None) -> list[list[list[str]]]:
+        """The components that each process saw; where one has failed, all raise."""
+        text = None
+        if failure is not None:
+            failed = [repr(function.name) for function in self.reward_funcs if getattr(function, "failed", False)]
+            what = f"The reward function {failed[0]}" if failed else "Scoring the completions"
+            text = failure_text(what, self.accelerator.process_index, failure)
+        everywhere = gather_object([(seen, text)])
+        told = [text for _, text in everywhere]
+        self._rewards_failed = any(told)
+        raise_together(told, failure, "A reward function may return None for a completion that it cannot score.")
+        return [seen for seen, _ in everywhere]
+
     def _weights_of(self, names: Sequence[str], owners: Sequence[int]) -> list[float]:
         if isinstance(self.args.reward_weights, dict):
             return component_weights(names, self.args.reward_weights)
@@ -263,8 +340,9 @@ class GRPOExtTrainer(GRPOTrainer):
         columns = self._logs["rewards"]
         for name in set(columns) - set(names):
             del columns[name]
-        for name in set(names) - set(columns):
-            columns[name].extend([float("nan")] * len(self._logs["advantages"]))
+        for name in names:
+            if name not in columns:
+                columns[name].extend([float("nan")] * len(self._logs["advantages"]))
 
     def _check_groups(self, rows: int) -> None:
         if rows % self._group_size:
@@ -308,7 +386,8 @@ class GRPOExtTrainer(GRPOTrainer):
         """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
-            _show_what_trains(self.model)
+            show_what_trains(self.model)
+            reduce_gradient_of_head(self._base_model(self.model))
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold
@@ -345,7 +424,8 @@ class GRPOExtTrainer(GRPOTrainer):
 
     @property
     def _weight_of_component(self) -> dict[str, float]:
-        return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
+        names, owners = self._components.names, self._components.owners
+        return dict(zip(names, self._weights_of(names, owners), strict=True))
 
     def _local_rows(self, rows: int) -> slice:
         """Which of the rows of all processes, `rows` on each, are ours."""
@@ -369,111 +449,6 @@ class GRPOExtTrainer(GRPOTrainer):
         gathered: Tensor = self.accelerator.gather(values.contiguous())
         return gathered
 
-    # Dynamic sampling
-
-    def _draw_until_full(self, inputs: list[Any]) -> dict[str, Any]:
-        """A batch of groups that all have signal, drawn in rounds; the same groups on every process."""
-        processes, size = self.accelerator.num_processes, self._group_size
-        rounds = Rounds(
-            needed=len(inputs) * processes // size,
-            max_rounds=self.args.dynamic_sampling_max_gen_batches,
-            multiplier=self.args.batch_multiplier,
-            whole=processes // math.gcd(processes, size),
-        )
-        pool: dict[str, Any] = {}  # the rows of the groups that are chosen so far, of all processes
-        columns: dict[str, Tensor] = {}
-        # TRL's table of completions holds one batch: one without a limit takes the rounds.
-        logs, self._logs = self._logs, _without_limit(self._logs)
-        metrics = self._metrics[self._mode]
-        before = {name: len(values) for name, values in metrics.items()}
-        sizes: list[int] = []  # rows of each round
-        try:
-            while rounds.goes_on:
-                table = self._global_rows(self._scored(self._inputs_of_round(inputs, rounds)))
-                drawn = self._reward_columns
-                votes = counted_tokens(table).any(-1)
-                rounds.record(self._groups_with_signal(votes, drawn))
-                sizes.append(len(votes))
-                rows = [group * size + i for group in rounds.take() for i in range(size)]
-                pool = take_rows(concatenate_rows([pool, table]) if pool else table, rows)
-                columns = joined_columns(columns, drawn, rows)
-        finally:
-            collected, self._logs = self._logs, logs
-        for name, values in metrics.items():  # one value a batch, of all that was drawn
-            new = values[before.get(name, 0) :]
-            if len(new) > 1:
-                values[-len(new) :] = [combine_rounds(name, new, sizes)]
-        self._end_rounds(rounds, collected)
-
-        absent = self._reward_table.new_full((len(rounds.chosen()) * size,), torch.nan)
-        self._reward_table = torch.stack([columns.get(name, absent) for name in self.reward_func_names], dim=-1)
-        mine = self._local_rows(len(inputs))
-        return {key: value[mine] if value.dim() else value for key, value in pool.items()}
-
-    def _groups_with_signal(self, votes: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """Whether each group has signal; a row that is masked has no say."""
-        return groups_with_signal(
-            {name: column.masked_fill(~votes, torch.nan) for name, column in columns.items()},
-            self._weight_of_component,
-            self._group_size,
-            per_component=self.args.adv_estimator_config.name == "gdpo",
-        )
-
-    def _end_rounds(self, rounds: Rounds, collected: dict[str, Any]) -> None:
-        """Logs what was drawn and the completions that train; warns, or raises, where groups are missing."""
-        size, log = self._group_size, self._metrics[self._mode]
-        rows = [group * size + i for group in rounds.chosen() for i in range(size)]
-        self._align_log_columns(list(collected["rewards"]))
-        for column, values in _log_columns(self._logs, collected):
-            column.extend([values[row] for row in rows] if len(values) == rounds.drawn * size else values)
-        log["frac_reward_zero_std"][-1] = 1 - len(rounds.kept) / rounds.drawn
-        for name, value in rounds.metrics().items():
-            log[name].append(value)
-        if not rounds.missing:
-            return
-        problem = (
-            f"Dynamic sampling drew {rounds.drawn} groups in {rounds.count} rounds, and the rewards differ in "
-            f"{len(rounds.kept)} of them, where {rounds.needed} are needed."
-        )
-        remedy = (
-            "Use prompts that the model sometimes solves, a reward with more levels, a higher temperature or more "
-            "num_generations, or raise dynamic_sampling_max_gen_batches"
-        )
-        if self.args.dynamic_sampling_on_exhaustion == "raise":
-            raise ValueError(f"{problem} {remedy}; dynamic_sampling_on_exhaustion='train' goes on without.")
-        if not self._warned_of_exhaustion:
-            self._warned_of_exhaustion = True
-            warnings.warn(
-                f"{problem} The batch is filled up with groups that teach nothing. {remedy}. This is said once; "
-                "dynamic_sampling/frac_rows_with_signal is logged.",
-                stacklevel=2,
-            )
-
-    def _inputs_of_round(self, inputs: list[Any], rounds: Rounds) -> list[Any]:
-        """The examples of this process: those of the data loader first, then prompts of the stream."""
-        extra = rounds.next_size() - (0 if rounds.count else rounds.needed)
-        prompts = cast(PromptStream, self._prompt_stream).take(extra)
-        if rounds.count == 0 and not prompts:
-            return inputs
-        examples: list[Any] = [] if rounds.count else list(gather_object(inputs))
-        indices = [index for index in prompts for _ in range(self._group_size)]
-        rows = len(examples) + len(indices)
-        mine = self._local_rows(rows // self.accelerator.num_processes)
-        # An example of its own for each row, since TRL writes into it.
-        return [
-            examples[row] if row < len(examples) else dict(self.train_dataset[indices[row - len(examples)]])
-            for row in range(rows)[mine]
-        ]
-
-    def _global_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if set(MODEL_INPUTS) & set(batch):
-            raise ValueError(
-                "use_dynamic_sampling=True with images or token types: the rows of a batch are moved between "
-                "processes, and these inputs do not lie by rows. Set use_dynamic_sampling=False."
-            )
-        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key != "advantages"}
-        return {key: self._gathered_rows(key, value) if value.dim() else value for key, value in tensors.items()}
-
     def _log_advantages(self, advantages: Tensor, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
         """Puts what trained in the place of what TRL logged."""
         if advantages.dim() == 2:
@@ -481,6 +456,12 @@ class GRPOExtTrainer(GRPOTrainer):
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
+        if self.model.training:
+            logs = self._logs
+            rewards = {name: list(column) for name, column in logs["rewards"].items()}
+            self._last_rollouts = Rollouts(
+                list(logs["prompt"]), list(logs["completion"]), rewards, list(logged), self._group_size
+            )
         self._log_signal(mask, columns, group_ids)
 
     def _log_signal(self, mask: Tensor, columns: dict[str, Tensor], group_ids: Tensor) -> None:
@@ -515,6 +496,7 @@ class GRPOExtTrainer(GRPOTrainer):
 
     def _prepare_window(self, batches: list[Any]) -> list[dict[str, Any]]:
         """All micro-batches of the optimizer step, so that their tokens are counted before the first backward."""
+        self._place_of_step = (self.state.global_step, self._place())
         first, window = self._step, []
         try:
             for offset, batch in enumerate(batches):
@@ -549,160 +531,7 @@ class GRPOExtTrainer(GRPOTrainer):
         counts = dict(zip(COUNTS, self.accelerator.reduce(local, reduction="sum").unbind(), strict=True))
         return [{**batch, **counts} for batch in batches]
 
-    # Checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The parent's, and what an exact continuation needs besides: the place in the rollouts and in the prompts."""
-        super()._save_checkpoint(model, trial)
-        unused = self._step % (self.args.steps_per_generation * self.num_iterations)
-        state = {
-            "processes": self.accelerator.num_processes,
-            "step": self._step,
-            "drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
-            # Rollouts that the next steps train on, where the checkpoint is in the middle of a generation batch.
-            "rollouts": self._buffered_inputs if unused else None,
-        }
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, folder / self._state_file)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint) / self._state_file
-        # By way of the CPU, since torch cannot load to the "cpu:0" of a process among several.
-        state = send_to_device(torch.load(file, map_location="cpu"), self.accelerator.device) if file.exists() else {}
-        if state.get("processes") != self.accelerator.num_processes:
-            warnings.warn(
-                f"{checkpoint} has no rollouts for {self.accelerator.num_processes} processes: the run goes on from "
-                "its weights with a new generation batch, and not exactly as without the interruption.",
-                stacklevel=2,
-            )
-            return
-        self._step, self._buffered_inputs = state["step"], state["rollouts"]
-        if self._prompt_stream:
-            self._prompt_stream.drawn = state["drawn"]
-
-    @property
-    def _state_file(self) -> str:
-        return f"grpo_ext_state_{self.accelerator.process_index}.pt"
-
-    # The forward
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with prefill_once(self._base_model(self.model)):
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **model_inputs: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        def of_parent(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            result: tuple[Tensor, Tensor | None, Tensor | None]
-            result = super(GRPOExtTrainer, self)._get_per_token_logps_and_entropies(
-                model, ids, mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **model_inputs
-            )
-            return result
-
-        has_images = any(value is not None for value in model_inputs.values())
-        if has_images or compute_aux_loss or not self._can_pack(model):
-            return of_parent(input_ids, attention_mask)
-        size = batch_size or len(input_ids)
-        logps: list[Tensor] = []
-        entropies: list[Any] = []
-        for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True):
-            packed = self._layout(ids, mask, logits_to_keep)
-            if packed is None:
-                values, entropy, _ = of_parent(ids, mask)
-            else:
-                with self.accelerator.autocast():
-                    values, entropy = packed_log_probs(model, packed)
-            logps.append(values)
-            entropies.append(entropy)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    def _layout(self, ids: Tensor, mask: Tensor, completion_length: int) -> PackedRows | None:
-        packed = pack_rows(ids, mask, completion_length)
-        if packed is None or self.args.shared_prompt_forward is True:
-            return packed
-        # The attention of a packed row looks at fewer pairs as well, so the tokens decide.
-        return packed if packed.input_ids.numel() <= WORTH_PACKING * ids.numel() else None
-
-    def _can_pack(self, model: nn.Module) -> bool:
-        """Whether the forward of this model takes packed rows; checked once, by all processes together."""
-        if self.args.shared_prompt_forward is False:
-            return False
-        if self._draws_dropout and self.model.training:
-            self._say_that_rows_are_alone("the model has dropout")
-            return False
-        base = self._base_model(model)
-        if id(base) not in self._packs:
-            reason = self._why_not_packed(base)
-            if reason is None:
-                prepare_model(base)
-                half = self.accelerator.mixed_precision != "no" or base.dtype.itemsize < 4
-                with torch.no_grad(), self.accelerator.autocast():
-                    same = same_in_both_layouts(model, tolerance=0.25 if half else 1e-3, device=self.accelerator.device)
-                if not all(gather_object([same])):
-                    reason = f"{type(base).__name__} computes other log-probabilities when the prompt is shared"
-            if reason is not None:
-                if self.args.shared_prompt_forward is True:
-                    raise _cannot_share(reason)
-                self._say_that_rows_are_alone(reason)
-            self._packs[id(base)] = reason is None
-        return self._packs[id(base)]
-
-    def _say_that_rows_are_alone(self, reason: str) -> None:
-        if reason not in self._reasons_said:
-            self._reasons_said.add(reason)
-            logger.info("Every row is computed on its own, since %s.", reason)
-
-    def _base_model(self, model: nn.Module) -> Any:
-        base = self.accelerator.unwrap_model(model)
-        return base.get_base_model() if is_peft_model(base) else base
-
-    def _why_not_packed(self, base: nn.Module) -> str | None:
-        if self.pad_to_multiple_of is not None:
-            return f"pad_to_multiple_of is {self.pad_to_multiple_of}"
-        if self.args.torch_compile:
-            return "torch_compile is on"
-        if self._draws_dropout and self.args.shared_prompt_forward is True:
-            return (
-                "the model has dropout (disable_dropout=True removes that of its modules, attention_dropout=0 in its "
-                "config that of its attention)"
-            )
-        if self.aux_loss_enabled:
-            return "the model has a router loss, which counts every token of every row"
-        adapters = getattr(self.model, "peft_config", {}).values()
-        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
-            return "the adapter adds tokens to the prompt"
-        return why_not_packed(base)
-
     # The loss
-
-    def _forward(
-        self, model: nn.Module, batch: dict[str, Any], batch_size: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities and entropies of the completion tokens, `[B, T]`, and the router loss of a MoE model."""
-        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].shape[1],
-            batch_size=batch_size,
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
-        )
-        return logprobs, cast(Tensor, entropies), aux_loss
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         logprobs, entropies, aux_loss = self._forward(model, inputs)
@@ -821,59 +650,22 @@ class GRPOExtTrainer(GRPOTrainer):
         self._last_world_entropy = entropy
 
 
-def _with_components(function: Any, name: str) -> Any:
+def _with_components(function: Any, name: str, timeout: float | None) -> Any:
     if isinstance(function, nn.Module):
         return function
-    return AsyncComponentReward(function, name) if is_async_callable(function) else ComponentReward(function, name)
-
-
-def _without_limit(logs: dict[str, Any]) -> dict[str, Any]:
-    """TRL's logged columns, empty and of any length."""
-    return {key: deque() if isinstance(value, deque) else defaultdict(deque) for key, value in logs.items()}
-
-
-def _log_columns(logs: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Each column of `logs` with the one of the same name in `others`."""
-    for key, values in others.items():
-        if isinstance(values, dict):
-            yield from ((logs[key][name], column) for name, column in values.items())
-        else:
-            yield logs[key], values
+    wrapper = AsyncComponentReward if is_async_callable(function) else ComponentReward
+    return wrapper(function, name, timeout)
 
 
 @contextmanager
-def _hidden_from_trl(args: GRPOExtConfig, name: str, hide: bool) -> Iterator[None]:
-    """Keeps a field that TRL would reject out of its sight while its constructor runs."""
-    value = getattr(args, name)
-    if hide:
-        setattr(args, name, None)
+def _shown_to_trl(args: GRPOExtConfig, values: dict[str, Any]) -> Iterator[None]:
+    """Shows TRL's constructor other values of some fields, which it would refuse or act on otherwise."""
+    ours = {name: getattr(args, name) for name in values}
+    args.__dict__.update(values)
     try:
         yield
     finally:
-        setattr(args, name, value)
-
-
-def _cannot_share(reason: str) -> ValueError:
-    return ValueError(
-        f"shared_prompt_forward=True, but {reason}: a prompt cannot be computed once for all its completions. Use "
-        "shared_prompt_forward='auto', which computes every row on its own where it must."
-    )
-
-
-def _check_trainable(model: nn.Module) -> None:
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "The model has no trainable parameter, so training would change nothing. An adapter that was loaded for "
-            "inference is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)."
-        )
-
-
-def _show_what_trains(model: nn.Module) -> None:
-    """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
+        args.__dict__.update(ours)
 
 
 def _check_dataset(dataset: Any, args: GRPOExtConfig) -> None:

@@ -126,7 +126,7 @@ def main() -> None:
     held_out_size = whole_eval_batches(script_args.eval_prompts, args)
     train, held_out = hold_out(dataset_problems(script_args), held_out_size, args.seed)
     trainer = make_trainer(gsm8k_reward, to_dataset(train), to_dataset(held_out), args, model_args)
-    train_and_report(trainer, model_args.model_name_or_path, start)
+    train_and_report(trainer, model_args.model_name_or_path, start, script_args.dataset_name)
 
 
 if __name__ == "__main__":

@@ -283,13 +283,25 @@ def component_means(logs: dict, prefix: str) -> dict[str, float]:
     }
 
 
-def print_table(before: dict, after: dict, temperature: float) -> None:
-    table = Table(title=f"Held-out prompts, {after['n']} answers sampled at temperature {temperature:g}", min_width=64)
-    for column in ("component", "before", "after", "change"):
+def before_and_after(before: dict, after: dict) -> list[dict]:
+    return [
+        {
+            "component": name,
+            "before": before[name],
+            "after": after[name],
+            "change": round(after[name] - before[name], 4),
+        }
+        for name in after
+        if name != "n"
+    ]
+
+
+def print_table(title: str, rows: list[dict]) -> None:
+    table = Table(title=title, min_width=64)
+    for column in rows[0]:
         table.add_column(column, justify="left" if column == "component" else "right")
-    for name in after:
-        if name != "n":
-            table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}")
+    for row in rows:
+        table.add_row(row["component"], f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['change']:+.3f}")
     Console().print(table)
 
 
@@ -332,7 +344,9 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
         {**{f"reward/{name}": round(value, 4) for name, value in means.items()}, "n": answers}
         for means in (evaluations[0], evaluations[-1])
     )
-    print_table(before, after, args.temperature)
+    title = f"Held-out prompts, {answers} answers sampled at temperature {args.temperature:g}"
+    rows = before_and_after(before, after)
+    print_table(title, rows)
     summary = {
         "model": model_name,
         "seconds": round(seconds, 1),
@@ -343,13 +357,16 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
     output_dir = Path(args.output_dir)
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_curves(history, output_dir / "curves.png")
-    print(f"Model, summary.json and curves.png are in {output_dir}, after {seconds:.0f} seconds.")
+    trainer.write_report(tables={title: rows})
+    print(f"Model, summary.json, curves.png and report.html are in {output_dir}, after {seconds:.0f} seconds.")
 
 
-def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float) -> None:
+def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float, dataset_name: str | None = None) -> None:
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.evaluate()
     trainer.save_model(trainer.args.output_dir)
+    on_hub = dataset_name is not None and not Path(dataset_name).is_file()
+    trainer.create_model_card(Path(trainer.args.output_dir).name, dataset_name=dataset_name if on_hub else None)
     if trainer.is_world_process_zero():
         report(trainer, model_name, time.perf_counter() - start)
     # The others wait for the report: gloo hangs in its end when a process has already left.
@@ -374,7 +391,8 @@ def main() -> None:
     start = time.perf_counter()
     script_args, args, model_args = parse_arguments(ScriptArguments, DEFAULTS)
     model_args.model_name_or_path = model_args.model_name_or_path or _smollm2.locate()
-    train_and_report(build_trainer(script_args, args, model_args), model_args.model_name_or_path, start)
+    trainer = build_trainer(script_args, args, model_args)
+    train_and_report(trainer, model_args.model_name_or_path, start, script_args.dataset_name)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,16 @@ A mutant changes one operator, comparison, constant, keyword or name. Each runs 
 torch loaded, against the tests that need no trainer. It is killed if a test fails or if it takes too long.
 
 Survivors that change nothing that can be seen, or a bound that nothing depends on:
-- grouping.py: what chooses between the view of groups in blocks and the general layout, which give the same; the width
-  of a table without rows; one place more at the end of a buffer; `>` -> `>=` of the spread, since the deviations of
-  equal values are 0 anyway; which place stands for one that a group of one does not have.
-- importance.py, `exp` -> `expm1` and `zeros_like` -> `ones_like` in `finite_exp`: the same values are finite, and the
-  stand-in is thrown away.
-- advantages.py, `abs() <= resolution` -> `<` (twice), and `count.clamp(min=1)` -> 2 (twice): they differ for a value of
-  0, and for one row or token, which are 0 either way.
-- advantages.py, the 16 of gdpo's resolution, and the 1e3, the `>` and the stand-in for NaN of the bound on rewards:
-  margins, far from any value that is used.
-- advantages.py, `zeros_like` -> `ones_like` where a masked log-ratio is not finite: the position is masked later.
-- loss.py, `detach` of what has no gradient; `advantages < 0` -> `<=`, where both arms are 0; placeholders that are
-  thrown away (no truncation, an empty batch); the private dataclass that is frozen.
+- grouping.py: `>` -> `>=` between numbers of groups that follow one another, which differ anyway; one place more at the
+  end of a buffer; which place stands for one that a group of one does not have; `>` -> `>=` of the spread, since the
+  deviations of equal values are 0.
+- importance.py, `finite_exp`: its short way without a gradient, and a stand-in that is thrown away.
+- normalization.py and advantages.py, `abs() <= resolution` -> `<`, which differ for a value of 0.
+- advantages.py: the 16 of the resolution and one of its factors; stand-ins for NaN of rows that are masked later, and
+  in the bound on rewards.
+- loss.py: `detach` of what has no gradient; `advantages < 0` -> `<=`, where both arms are 0; placeholders that are
+  thrown away (masked values, an empty batch); the private dataclass that is frozen.
+- reductions.py, the 1 that nothing is divided by.
 """
 
 from __future__ import annotations
@@ -38,7 +36,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_grpo_ext"
-MODULES = ("reductions.py", "grouping.py", "kl.py", "importance.py", "advantages.py", "loss.py", "loss_config.py")
+MODULES = (
+    "reductions.py",
+    "grouping.py",
+    "kl.py",
+    "importance.py",
+    "normalization.py",
+    "advantages.py",
+    "loss.py",
+    "loss_config.py",
+)
 TESTS = (
     "test_kl_and_importance.py",
     "test_golden.py",

@@ -12,8 +12,9 @@ from helpers import advantages
 from torch import Tensor
 
 from hf_grpo_ext import AdvEstimatorConfig, ClippedPGLossConfig, get_advantage_estimator
-from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS, whiten_rows, whiten_tokens
-from hf_grpo_ext.grouping import group_baseline_and_std, group_has_signal, group_rows
+from hf_grpo_ext.advantages import ADVANTAGE_ESTIMATORS
+from hf_grpo_ext.grouping import _Layout, group_baseline_and_std, group_has_signal, group_rows
+from hf_grpo_ext.normalization import whiten_rows, whiten_tokens
 
 TOKENS = 5
 # Groups of different size in mixed order.
@@ -189,9 +190,10 @@ def test_scaling_one_component_changes_nothing_under_gdpo() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_components_that_cancel_are_not_whitened_into_noise(dtype: torch.dtype) -> None:
-    x = [1.0, 0.0, 0.0, 0.3, 0.7, 0.1, 0.9, 0.2]
-    a = advantages("gdpo", {"x": x, "y": [1 - value for value in x]}, dtype=dtype, normalize_rewards=False)
-    assert a.abs().max() == 0
+    for scale in (1.0, 1e3):
+        x = [scale * value for value in (1.0, 0.0, 0.0, 0.3, 0.7, 0.1, 0.9, 0.2)]
+        a = advantages("gdpo", {"x": x, "y": [scale - value for value in x]}, dtype=dtype, normalize_rewards=False)
+        assert a.abs().max() == 0
 
 
 def test_a_group_without_signal_stays_at_zero_beside_one_with_signal() -> None:
@@ -274,6 +276,37 @@ def test_grouping_of_uneven_groups() -> None:
     assert group_has_signal(values, ids).tolist() == [True, False, True, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("ids", "view"),
+    [
+        ([0, 0, 1, 1], True),
+        ([3, 3, 7, 7], True),
+        ([1, 1, 0, 0], False),
+        ([0, 1], False),
+        ([0, 0, 1], False),
+        ([], True),
+    ],
+)
+def test_groups_in_blocks_are_a_view(ids: list[int], view: bool) -> None:
+    """Of a trainer's groups no table of rows is made."""
+    layout = _Layout(torch.tensor(ids, dtype=torch.long))
+    assert (layout.rows is None) == view
+    if layout.rows is not None:
+        assert layout.rows.shape[1] == max(2, *(ids.count(i) for i in ids))
+    assert layout.take(torch.zeros(len(ids))).shape[1] == 2
+
+
+def test_a_table_of_no_rows() -> None:
+    assert group_rows(torch.zeros(0, dtype=torch.long)).shape == (0, 0)
+
+
+def test_nobody_votes_for_a_row_that_is_alone() -> None:
+    baseline, std = group_baseline_and_std(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1]), leave_one_out=True)
+    assert baseline[0].isnan()
+    assert baseline[1:].tolist() == [2.0, 1.0]
+    assert std.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_signal_of_two_groups_of_three() -> None:
     ids = torch.tensor([0, 1, 0, 0, 1, 1])
     assert group_has_signal(torch.tensor([3.0, 5.0, 3.0, 3.0, 6.0, 5.0]), ids).tolist() == [
@@ -325,6 +358,65 @@ def test_rewards_whose_variance_does_not_fit_are_refused(name: str, value: float
     weights = {"reward_weights": {"b": 1e30}}
     with pytest.raises(ValueError, match="component 'b', times its weight"):
         advantages(name, {"a": [0, 1, 2, 3], "b": [0, 1, 0, 1]}, dtype=torch.float32, extras=weights)
+
+
+def test_the_largest_reward_is_a_thousandth_of_what_fits() -> None:
+    limit = torch.finfo(torch.float64).max ** 0.5 / 1e3
+    assert advantages("grpo", [limit, 0.0], dtype=torch.float64).isfinite().all()
+    with pytest.raises(ValueError, match="scale it down"):
+        advantages("grpo", [limit * (1 + 1e-15), 0.0], dtype=torch.float64)
+
+
+@every_variant
+@pytest.mark.parametrize("hole", ["none", "masked", "unscored", "one component absent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_group_first_and_the_batch_later_is_the_same(config: dict[str, Any], hole: str, dtype: torch.dtype) -> None:
+    """What the asynchronous trainer does, whose worker sees a group and whose optimizer step sees the batch."""
+    table = {name: torch.tensor(column, dtype=dtype) for name, column in rewards().items()}
+    tokens, estimator = mask(), get_advantage_estimator(AdvEstimatorConfig(**config, advantage_clip_high=1.2))
+    if hole == "unscored":
+        table = {name: column.index_fill(0, torch.tensor([3]), torch.nan) for name, column in table.items()}
+    if hole == "one component absent":
+        table["length"] = table["length"].index_fill(0, torch.tensor([3]), torch.nan)
+    ids = torch.tensor(GROUPS)
+    want = estimator.compute_advantage(ids, table, tokens)
+    of_groups = torch.empty(len(ids), dtype=torch.float64)
+    for group in set(GROUPS):
+        rows = (ids == group).nonzero().flatten()
+        mine = {name: column[rows].double() for name, column in table.items()}
+        of_groups[rows] = estimator.group_advantages(torch.zeros(len(rows)), mine)
+    counts = tokens.sum(-1).long()
+    if hole == "masked":  # after the group has voted, as a sample that is dropped on its way
+        counts[4] = 0
+        want = None
+    got = estimator.over_batch(of_groups.to(dtype), counts)
+    if want is None:
+        assert got[4] == 0
+        assert got.abs().max() > 0
+        return
+    want = want if want.dim() == 1 else want[:, 0]
+    torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_components_that_cancel_in_their_groups_are_no_noise_for_the_batch(dtype: torch.dtype) -> None:
+    estimator = get_advantage_estimator(AdvEstimatorConfig(name="gdpo", normalize_rewards=False))
+    parts = []
+    for x in ([1.0, 0.0, 0.0, 0.3], [0.7, 0.1, 0.9, 0.2]):
+        column = torch.tensor(x, dtype=torch.float64)
+        parts.append(estimator.group_advantages(torch.zeros(4), {"x": column, "y": 1 - column}))
+        assert parts[-1].abs().max() == 0
+    assert estimator.over_batch(torch.cat(parts).to(dtype), torch.ones(8)).abs().max() == 0
+    for scale in (1.0, 1e3):
+        nearly_equal = torch.tensor([0.7, 0.7 * (1 + torch.finfo(dtype).eps), 0.7, torch.nan], dtype=dtype) * scale
+        assert estimator.over_batch(nearly_equal, torch.ones(4)).abs().max() == 0
+
+
+@every_variant
+def test_no_samples_have_no_advantages(config: dict[str, Any]) -> None:
+    estimator = get_advantage_estimator(AdvEstimatorConfig(**config))
+    none = torch.zeros(0)
+    assert estimator.group_advantages(none, {"a": none, "b": none}).shape == (0,)
 
 
 def test_tokens_that_are_all_equal_are_whitened_to_exactly_zero() -> None:

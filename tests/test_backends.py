@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from tiny import save_tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import ADAPTER, save_tiny_adapter, save_tiny_model
+from tiny_env import check_same_log
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 WORKER = Path(__file__).parent / "workers" / "matrix.py"
 RECIPES = Path(__file__).parent.parent / "recipes" / "accelerate"
 BACKENDS = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
 SGD, ADAMW = 1e-6, 2e-6  # the largest difference of any weight
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -30,8 +34,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 SIX_ROWS = {"per_device_train_batch_size": 6}  # a group of four stands across both processes
 FULL = {"learning_rate": 0.01}
-LORA = {"lora": True, "learning_rate": 0.1}
-ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+LORA = {"lora": {}, "learning_rate": 0.05}
+# A step of AdamW is as long where the gradient is hardly more than its rounding as anywhere else: the differences are
+# those of a few such weights, and in proportion to the learning rate.
+ADAM = {"optim": "adamw_torch", "learning_rate": 5e-4}
 
 CASES: dict[str, dict[str, Any]] = {
     f"{preset}, {kind}, KL {beta}": {**fields, **weights, **SIX_ROWS, "beta": beta}
@@ -42,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
 BOTH_LAYOUTS = ["gdpo, full, KL 0.1", "gdpo, LoRA, KL 0.1"]
 CASES |= {f"{name}, rows alone": {**CASES[name], "shared_prompt_forward": False} for name in BOTH_LAYOUTS}
 GDPO = {**PRESETS["gdpo"], **FULL}
+ADAPTED = {**PRESETS["gdpo"], **SIX_ROWS, "learning_rate": 0.05, "beta": 0.1}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES |= {
     "gdpo, full, KL 0.1, AdamW": {**CASES["gdpo, full, KL 0.1"], **ADAM},
     "gdpo, LoRA, KL 0.1, AdamW": {**CASES["gdpo, LoRA, KL 0.1"], **ADAM},
@@ -75,9 +83,35 @@ CASES |= {
         "resumes": True,
     },
     "resumed, LoRA": {**CASES["gdpo, LoRA, KL 0.1"], **ADAM, "resumes": True},
+    # An adapter on disk, with a whole head, is trained on; its reference is a frozen copy of it.
+    "an adapter continued, KL 0.1": {**ADAPTED, "continues": "default"},
+    "an adapter named policy, KL 0.1": {**ADAPTED, "continues": "policy"},
+    "resumed, an adapter named policy": {**ADAPTED, **ADAM, "continues": "policy", "resumes": True},
+    "DoRA, KL 0.1": {**ADAPTED, "lora": {"use_dora": True}},
+    "rsLoRA and the whole head, KL 0.1": {**ADAPTED, "lora": {"use_rslora": True, "modules_to_save": ["lm_head"]}},
+    "LoRA and the whole embedding, KL 0.1": {**ADAPTED, "lora": {"modules_to_save": ["embed_tokens"]}},
+    "gradient checkpointing, full": {**CASES["gdpo, full, KL 0.1"], "gradient_checkpointing": True},
+    "gradient checkpointing, LoRA": {**CASES["gdpo, LoRA, KL 0.1"], "gradient_checkpointing": True},
+    "reentrant checkpointing, full": {**CASES["gdpo, full, KL 0.1"], **REENTRANT},
+    # With an adapter transformers lets DDP look for unused parameters, which does not go with reentrant checkpointing.
+    "reentrant checkpointing, LoRA": {**ADAPTED, "lora": {}, **REENTRANT, "ddp_find_unused_parameters": False},
+    "evaluation": {
+        **CASES["gdpo, LoRA, KL 0.1"],
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 2,
+    },
     "a layer refuses packed rows": {**CASES["gdpo, full, KL 0.1"], "refuses": True},
     "dynamic sampling": {**GDPO, "per_device_train_batch_size": 8, "use_dynamic_sampling": True, "silent": "01467"},
 }
+
+
+def has_adapter(case: str) -> bool:
+    return bool({"lora", "continues"} & CASES[case].keys())
+
+
+WITH_KL = [name for name, fields in CASES.items() if fields.get("beta")]
 
 # Of these the weights are not compared.
 OTHER_CASES: dict[str, dict[str, Any]] = {
@@ -100,12 +134,19 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
 
 def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Runs the cases in two processes of a backend, or in one process."""
+    out = folder / f"{backend}.pt"
+    run_worker(folder, backend, WORKER, model, str(out), json.dumps(cases))
+    results: dict[str, Any] = torch.load(out, weights_only=False)
+    return results
+
+
+def run_worker(folder: Path, backend: str | None, worker: Path, *arguments: str) -> None:
+    """Runs a script to its end, in two processes of a backend or in one process."""
     launcher = []
     if backend is not None:
         config = folder / f"{backend}.yaml"
         config.write_text(yaml.safe_dump(on_two_cpu_processes(backend)))
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    out = folder / f"{backend}.pt"
     settings = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -113,7 +154,7 @@ def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[
         "DS_ACCELERATOR": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, *launcher, str(WORKER), model, str(out), json.dumps(cases)],
+        [sys.executable, *launcher, str(worker), *arguments],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -121,8 +162,6 @@ def launch(folder: Path, model: str, backend: str | None, cases: dict[str, dict[
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    results: dict[str, Any] = torch.load(out, weights_only=False)
-    return results
 
 
 def on_two_cpu_processes(backend: str) -> dict[str, Any]:
@@ -135,14 +174,16 @@ def on_two_cpu_processes(backend: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    save_tiny_adapter(Path(folder) / "adapter", folder, modules_to_save=["lm_head"])
+    return folder
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory, model: str) -> dict[str, Any]:
     """Every case in one process, with the rows of both and no interruption."""
     cases = {
-        name: fields | {"per_device_train_batch_size": 2 * fields["per_device_train_batch_size"], "resumes": False}
+        name: {**fields, **{size: 2 * fields[size] for size in BATCH_SIZES if size in fields}, "resumes": False}
         for name, fields in (CASES | OTHER_CASES).items()
     }
     return launch(tmp_path_factory.mktemp("one"), model, None, cases)
@@ -195,19 +236,42 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-def moved(model: str, weights: dict[str, torch.Tensor]) -> float:
-    """How far the trained weights went; of an adapter only the half that starts at zero tells."""
-    start = load_file(f"{model}/model.safetensors")
-    adapters = [value.abs().max().item() for name, value in weights.items() if "lora_B" in name]
-    return max(adapters) if adapters else largest_difference(weights, start)
-
-
 def bound(case: str) -> float:
     return ADAMW if "optim" in CASES[case] else SGD
 
 
-def losses(result: dict[str, Any]) -> list[float]:
-    return [entry["loss"] for entry in result["log"] if "loss" in entry]
+def policy_and_reference(model: str, case: str, weights: dict[str, torch.Tensor]) -> tuple[nn.Module, nn.Module]:
+    """By transformers and PEFT alone: the policy with the weights given, and the reference as it is on disk."""
+    fields = CASES[case]
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    if "lora" in fields:
+        policy = get_peft_model(policy, LoraConfig(**(ADAPTER | fields["lora"])))
+    if "continues" in fields:
+        policy = PeftModel.from_pretrained(policy, f"{model}/adapter", adapter_name=fields["continues"])
+        reference = PeftModel.from_pretrained(reference, f"{model}/adapter")
+    policy.load_state_dict({name: weight for name, weight in weights.items() if ".ref." not in name})
+    return policy.double().eval(), reference.double().eval()
+
+
+def log_probabilities(model: nn.Module, rows: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+    """Of the tokens of each completion, every row on its own."""
+    logits = [model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] for prompt, completion in rows]
+    return [
+        of_row.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        for of_row, (_, completion) in zip(logits, rows, strict=True)
+    ]
+
+
+@torch.no_grad()
+def kl_by_hand(model: str, case: str, result: dict[str, Any]) -> tuple[float, float]:
+    """`kl` and `kl_penalty` of the last step: k3, clamped, over all tokens, and as the loss averages it."""
+    policy, reference = policy_and_reference(model, case, result["last_weights"])
+    pairs = zip(*(log_probabilities(m, result["last_rows"]) for m in (reference, policy)), strict=True)
+    log_ratios = [(ref - lp).clamp(-20, 20) for ref, lp in pairs]
+    of_rows = [(torch.exp(x) - 1 - x).clamp(max=10) for x in log_ratios]
+    of_tokens = torch.cat(of_rows).mean().item()
+    by_sequence = torch.stack([row.mean() for row in of_rows]).mean().item()
+    return of_tokens, by_sequence if CASES[case]["loss_fn"] == "gspo" else of_tokens
 
 
 @pytest.mark.distributed
@@ -217,18 +281,20 @@ class TestBackends:
         self, model: str, one: dict[str, Any], two: dict[str, Any], backend: str, case: str
     ) -> None:
         want, got = one[case], two[case]
-        far = moved(model, want["weights"])
+        far = want["moved"]
         worst = largest_difference(want["weights"], got["weights"])
         WORST.setdefault(case, {"moved": far})[backend] = worst
         assert far > 1e-3
         assert worst <= bound(case)
-        assert losses(got) == pytest.approx(losses(want), abs=1e-5)
+        # A run that goes on does not know the rewards that earlier prompts alone had, and averages what is left.
+        unlike = ("rewards/first_", "train_loss") if "resumes" in CASES[case] else ()
+        check_same_log(want["log"], got["log"], besides=unlike)
 
     @pytest.mark.parametrize("case", CASES)
     def test_the_backend_is_the_one_that_was_asked_for(self, two: dict[str, Any], backend: str, case: str) -> None:
         got = two[case]
         assert got["processes"] == 2
-        bare = "PeftModelForCausalLM" if CASES[case].get("lora") else "Qwen2ForCausalLM"
+        bare = "PeftModelForCausalLM" if has_adapter(case) else "Qwen2ForCausalLM"
         assert (got["distributed_type"], got["wrapper"]) == {
             "ddp": ("MULTI_CPU", "DistributedDataParallel"),
             "fsdp2": ("FSDP", f"FSDP{bare}"),
@@ -241,8 +307,8 @@ class TestBackends:
 
     @pytest.mark.parametrize("case", CASES)
     def test_prompts_are_shared(self, one: dict[str, Any], two: dict[str, Any], case: str) -> None:
-        has_reference = CASES[case].get("beta") and not CASES[case].get("lora")
-        want = [] if "rows alone" in case else ["refuses" not in case] * (2 if has_reference else 1)
+        has_second_model = CASES[case].get("beta") and not has_adapter(case)
+        want = [] if "rows alone" in case else ["refuses" not in case] * (2 if has_second_model else 1)
         for result in (one[case], two[case]):
             assert result["packs"] == want
             assert bool(result["packed_forwards"]) is any(want)
@@ -268,13 +334,25 @@ class TestBackends:
         assert want[1]["kl"] > 0
         assert got[1]["kl"] == pytest.approx(want[1]["kl"], rel=0.05)
 
-    @pytest.mark.parametrize("case", [name for name in CASES if "LoRA, KL 0.1" in name])
-    def test_a_new_adapter_has_no_kl_at_the_first_step(
-        self, one: dict[str, Any], two: dict[str, Any], case: str
+    @pytest.mark.parametrize("case", [name for name in WITH_KL if has_adapter(name)])
+    def test_an_adapter_has_no_kl_at_the_first_step(self, two: dict[str, Any], case: str) -> None:
+        assert two[case]["log"][0]["kl"] == 0.0
+
+    @pytest.mark.parametrize("case", WITH_KL)
+    def test_the_kl_is_that_to_the_model_or_adapter_on_disk(
+        self, model: str, two: dict[str, Any], backend: str, case: str
     ) -> None:
-        for result in (one[case], two[case]):
-            assert result["log"][0]["kl"] == 0.0
-            assert result["log"][1]["kl"] != 0.0
+        of_tokens, penalty = kl_by_hand(model, case, two[case])
+        (last,) = [entry for entry in two[case]["log"] if entry["step"] == 3 and "kl" in entry]
+        assert of_tokens > 1e-4
+        assert last["kl"] == pytest.approx(of_tokens, rel=1e-3)
+        assert last["kl_penalty"] == pytest.approx(penalty, rel=1e-3)
+
+    def test_there_was_an_evaluation_after_every_step(self, two: dict[str, Any]) -> None:
+        evaluations = [entry for entry in two["evaluation"]["log"] if "eval_loss" in entry]
+        assert [entry["step"] for entry in evaluations] == [1, 2, 3]
+        assert evaluations[0]["eval_kl"] > 0
+        assert len({entry["eval_kl"] for entry in evaluations}) == 3
 
     @pytest.mark.parametrize(
         ("case", "rows"),

@@ -321,7 +321,7 @@ def test_widths_stay_multiples_where_they_are_wanted(tiny_model: str, tmp_path: 
 def test_a_prompt_that_must_be_shared_is_an_error_where_the_layouts_differ(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_grpo_ext.trainer.same_in_both_layouts", lambda *_, **__: False)
+    monkeypatch.setattr("hf_grpo_ext.forward.same_in_both_layouts", lambda *_, **__: False)
     with pytest.raises(ValueError, match=r"shared_prompt_forward=True, but .* computes other log-probabilities"):
         run(tiny_model, tmp_path, by_completion, shared_prompt_forward=True)
 
@@ -355,14 +355,14 @@ def test_auto_leaves_an_adapter_with_dropout_alone_unless_it_is_off(tiny_model: 
 def test_auto_leaves_a_model_alone_that_computes_something_else(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_grpo_ext.trainer.same_in_both_layouts", lambda *_, **__: False)
+    monkeypatch.setattr("hf_grpo_ext.forward.same_in_both_layouts", lambda *_, **__: False)
     trainer = run(tiny_model, tmp_path, by_completion, **ACCUMULATED)
     assert trainer.forwards.packed == [False, False]
 
 
 def test_the_layouts_are_compared_once(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("hf_grpo_ext.trainer.same_in_both_layouts", lambda *_, **__: calls.append(1) or True)
+    monkeypatch.setattr("hf_grpo_ext.forward.same_in_both_layouts", lambda *_, **__: calls.append(1) or True)
     trainer = run(tiny_model, tmp_path, by_completion, max_steps=2, learning_rate=1e-3, beta=0.1)
     assert trainer.forwards.packed == [True, True]
     assert len(calls) == 2  # of the policy and of the reference
@@ -553,6 +553,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["auto", False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_step_does_not_depend_on_how_its_rows_are_split(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_grpo_ext import PRESETS, GRPOExtConfig
-from hf_grpo_ext.explain import explain, main, method_name, warnings_of_experience
+from hf_grpo_ext.explain import explain, main, method_name, named_preset, warnings_of_experience
 
 
 def config(**fields: Any) -> GRPOExtConfig:
@@ -18,13 +18,18 @@ def config(**fields: Any) -> GRPOExtConfig:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_known_by_its_name(name: str) -> None:
+def test_a_preset_is_known_by_its_name_and_by_its_knobs(name: str) -> None:
+    assert method_name(config(loss_fn=name)) == name
     twin = {"rloo": "reinforce", "reinforce_plus_plus": "ppo"}.get(name, name)  # the same loss but for the KL
-    assert method_name(config(loss_fn=name)) == twin
+    loss_type = {"loss_type": name} if name == "dr_grpo" else {}
+    assert method_name(config(loss_fn=dict(PRESETS[name]), **loss_type)) == twin
 
 
 def test_a_loss_of_ones_own_has_none() -> None:
     assert method_name(config(loss_fn={"ratio_clip_max": 0.37})) == "custom"
+    changed = config(loss_fn={"name": "dapo", "ratio_clip_max": 0.37})
+    assert (method_name(changed), named_preset(changed)) == ("custom", "dapo")
+    assert named_preset(config()) is None
 
 
 @pytest.mark.parametrize(

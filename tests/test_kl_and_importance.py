@@ -116,3 +116,11 @@ def test_a_weight_that_is_not_finite_is_0_with_a_gradient_and_without(requires_g
     if requires_grad:
         weight.sum().backward()
         assert log_weight.grad.tolist() == [0, 0, 0, 1]
+
+
+def test_without_a_weight_the_estimate_alone_is_differentiated() -> None:
+    x = torch.tensor([0.3, -0.8], dtype=torch.float64, requires_grad=True)
+    (plain,) = torch.autograd.grad(kl_penalty(x, "k3", **NO_CLAMP).sum(), x)
+    torch.testing.assert_close(plain, x.detach().exp() - 1)
+    (with_term,) = torch.autograd.grad(kl_penalty(x, "k3", score_function=True, **NO_CLAMP).sum(), x)
+    assert not torch.allclose(with_term, plain)

@@ -12,6 +12,9 @@ import hf_grpo_ext
 PACKAGE = Path(hf_grpo_ext.__file__).parent
 # Each module may import those above it.
 ORDER = [
+    "failures",
+    "timeouts",
+    "checkpoints",
     "reductions",
     "grouping",
     "kl",
@@ -20,6 +23,8 @@ ORDER = [
     "rewards",
     "dynamic_sampling",
     "loss_config",
+    "papers",
+    "normalization",
     "advantages",
     "loss",
     "diagnostics",
@@ -27,15 +32,41 @@ ORDER = [
     "prefill",
     "micro_batches",
     "shared_prompt",
+    "adapters",
+    "sharding",
     "nemo_rl",
+    "objective",
     "config",
     "explain",
     "__main__",
+    "model_card",
+    "report",
     "callbacks",
+    "forward",
+    "drawing",
+    "saving",
     "trainer",
+    "async_config",
+    "async_rollouts",
+    "async_trainer",
 ]
-KNOW_TRL = {"config", "explain", "trainer"}
-KNOW_OTHERS = {"shared_prompt": {"transformers"}, "callbacks": {"accelerate", "transformers"}}
+KNOW_TRL = {
+    "config",
+    "explain",
+    "model_card",
+    "forward",
+    "drawing",
+    "saving",
+    "trainer",
+    "async_config",
+    "async_rollouts",
+    "async_trainer",
+}
+KNOW_OTHERS = {
+    "checkpoints": {"transformers"},
+    "shared_prompt": {"transformers"},
+    "callbacks": {"accelerate", "transformers"},
+}
 
 
 def imports(module: str) -> set[str]:

@@ -291,6 +291,33 @@ def test_clip_fractions_count_where_the_clip_stops_the_gradient() -> None:
         assert (grad == 0).sum().item() == 4 * (low + high)
 
 
+def test_a_token_without_an_advantage_is_not_counted_as_clipped() -> None:
+    batch = {
+        "advantages": torch.tensor([[0.0, 0.0, 1.0, -1.0]]),
+        "token_mask": torch.ones(1, 4),
+        "sample_mask": torch.ones(1),
+        "prev_logprobs": torch.tensor([[-1.0, -2.0, -2.0, -1.0]]),
+    }
+    logprobs = torch.tensor([[-2.0, -1.0, -1.0, -2.0]])
+    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
+    _, metrics = ClippedPGLossFn(config)(logprobs, batch, global_valid_toks=4, global_valid_seqs=1)
+    assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == 0.25
+
+
+@every_config
+def test_only_the_policy_has_a_gradient(knobs: dict[str, Any]) -> None:
+    batch = rollouts()
+    logprobs = batch.pop("logprobs").requires_grad_()
+    others = {name: value.requires_grad_() for name, value in batch.items() if value.is_floating_point()}
+    others |= {name: value for name, value in batch.items() if name not in others}
+    loss, _ = ClippedPGLossFn(ClippedPGLossConfig(**knobs))(
+        logprobs, others, global_valid_toks=9, global_valid_seqs=ROWS
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert all(value.grad is None for value in others.values())
+
+
 def test_no_host_sync() -> None:
     """On the meta device any `.item()`, `bool()` or `tolist()` of a tensor raises."""
     batch = {key: value.to("meta") for key, value in rollouts(14).items()}

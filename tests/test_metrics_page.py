@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import save_tiny_model
-from tiny_env import given_completion, padded, quiet, token_logprobs, trained
+from tiny_async import GivenRolloutWorker, given_group, make_async_trainer, make_loop, run_on_cpu
+from tiny_env import PROMPTS, given_completion, padded, quiet, token_logprobs, trained
 
 from hf_grpo_ext.loss import METRIC_REDUCTIONS
 from hf_grpo_ext.trainer import TRL_METRIC_NAMES
@@ -22,7 +24,7 @@ ON_THE_PAGE = set(re.findall(r"`([^`\n]+)`", PAGE))
 def name_on_the_page(key: str, components: list[str]) -> str:
     """`rewards/right/mean` is explained as `rewards/<name>/mean`."""
     for name in components:
-        key = re.sub(rf"^rewards/{name}/", "rewards/<name>/", key)
+        key = re.sub(rf"^rewards/{name}(/|$)", r"rewards/<name>\1", key)
     return re.sub(r"^rewards/correlation/[^/]+/[^/]+$", "rewards/correlation/<a>/<b>", key)
 
 
@@ -62,6 +64,39 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     assert {"kl", "token_mult_prob_error", "is_oob_ratio", "entropy_coef"} <= keys
     assert {"rewards/<name>/advantage_share", "rewards/correlation/<a>/<b>", "frac_rows_skipped"} <= keys
     assert keys <= ON_THE_PAGE, f"not on the page: {sorted(keys - ON_THE_PAGE)}"
+
+
+def test_every_metric_of_an_asynchronous_run_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_cpu(monkeypatch)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    silent = {PROMPTS[1]}
+
+    def score_some(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> dict[str, list[float]]:
+        return {
+            name: [v * (p not in silent) for v, p in zip(column, prompts, strict=True)]
+            for name, column in score(completion_ids).items()
+        }
+
+    loop = make_loop([score_some], dataset, drop_groups_without_signal=True)
+    worker = GivenRolloutWorker(loop, [given_group(prompt, number) for number, prompt in enumerate(PROMPTS[:5])])
+    trainer = make_async_trainer(
+        save_tiny_model(tmp_path / "model"),
+        tmp_path,
+        worker,
+        dataset,
+        loss_fn={
+            "reference_policy_kl_penalty": 0.1,
+            "truncated_importance_sampling_type": "tis",
+            "truncated_importance_sampling_ratio": 2.0,
+        },
+    )
+    trainer.train()
+    keys = {name_on_the_page(key, ["length", "first"]) for entry in trainer.state.log_history for key in entry}
+    assert {"kl", "is_oob_ratio", "rewards/<name>", "rollout/dropped_groups_total", "frac_reward_zero_std"} <= keys
+    # TRL's, but for the one that is ours.
+    of_trl = {key for key in keys if key.split("/")[0] in ("perf", "batch", "sample", "rollout")}
+    ours = keys - of_trl | {"rollout/dropped_groups_total"}
+    assert ours <= ON_THE_PAGE, f"not on the page: {sorted(ours - ON_THE_PAGE)}"
 
 
 @pytest.mark.parametrize("name", sorted({*METRIC_REDUCTIONS, *TRL_METRIC_NAMES.values()}))

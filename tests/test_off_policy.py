@@ -21,7 +21,9 @@ from tiny_env import (
     check_gradient,
     constant,
     flat,
+    geometric_mean,
     given_completion,
+    inside,
     logged,
     make_trainer,
     on_policy_loss,
@@ -31,12 +33,13 @@ from tiny_env import (
     token_logprobs,
     trainable,
     trained,
+    truncation,
     weights_of,
 )
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_grpo_ext import ClippedPGLossConfig, ClippedPGLossFn
+from hf_grpo_ext import ClippedPGLossConfig, ClippedPGLossFn, GRPOExtTrainer
 
 pytestmark = quiet
 CORRECTED = {"use_importance_sampling_correction": True}
@@ -205,34 +208,21 @@ def token_weight(log_weight: Tensor, mask: Tensor) -> Tensor:
     return log_weight.exp()
 
 
-def inside(weight: Tensor, low: float, high: float) -> Tensor:
-    return ((weight >= low) & (weight <= high)).to(weight.dtype)
-
-
-def geometric_mean(log_weight: Tensor, mask: Tensor) -> Tensor:
-    return ((log_weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
-
-
-def bounds(kind: str, low: float, high: float) -> dict[str, Any]:
-    return {
-        "truncated_importance_sampling_type": kind,
-        "truncated_importance_sampling_ratio_min": low,
-        "truncated_importance_sampling_ratio": high,
-    }
-
-
 SEQUENCE = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 # The knobs, and the weight of each token (or row) by hand from log w = prev - gen.
 WEIGHTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "none": ({}, token_weight),
-    "tis": (bounds("tis", 0.0, 1.2), lambda x, m: x.exp().clamp(0, 1.2)),
-    "icepop": (bounds("icepop", 0.8, 1.2), lambda x, m: x.exp() * inside(x.exp(), 0.8, 1.2)),
+    "tis": (truncation("tis", 0.0, 1.2), lambda x, m: x.exp().clamp(0, 1.2)),
+    "icepop": (truncation("icepop", 0.8, 1.2), lambda x, m: x.exp() * inside(x.exp(), 0.8, 1.2)),
     "seq-mask-tis": (
-        bounds("seq-mask-tis", 0.9, 1.2),
+        truncation("seq-mask-tis", 0.9, 1.2),
         lambda x, m: x.exp() * inside(geometric_mean(x, m), 0.9, 1.2),
     ),
     "gspo": (SEQUENCE, lambda x, m: (x * m).sum(1, keepdim=True).exp()),
-    "gspo, tis": (SEQUENCE | bounds("tis", 0.0, 1.2), lambda x, m: (x * m).sum(1, keepdim=True).exp().clamp(0, 1.2)),
+    "gspo, tis": (
+        SEQUENCE | truncation("tis", 0.0, 1.2),
+        lambda x, m: (x * m).sum(1, keepdim=True).exp().clamp(0, 1.2),
+    ),
 }
 
 
@@ -291,7 +281,7 @@ def test_the_metrics_of_the_weights_are_theirs(tiny_model: str, tmp_path: Path) 
         tmp_path,
         by_completion,
         trainer={"rollout_func": sampled_by(stale)},
-        loss_fn=CORRECTED | bounds("icepop", 0.8, 1.2),
+        loss_fn=CORRECTED | truncation("icepop", 0.8, 1.2),
     )
     (batch,) = rows_of(trainer)
     mask = batch["completion_mask"].bool()
@@ -318,6 +308,26 @@ def test_a_rollout_function_without_log_probabilities(tiny_model: str, tmp_path:
             trainer={"rollout_func": rollout},
             loss_fn={knob: True, "reference_policy_kl_penalty": 0.1},
         )
+
+
+@pytest.mark.parametrize("fields", [{"loss_fn": CORRECTED}, {"seq_logprob_error_threshold": 1.5}])
+def test_trl_looks_at_the_log_probabilities_of_a_server(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """It does, and warns of raw ones, where its own correction is on; ours is not corrected twice."""
+    seen = []
+
+    def look(self: Any) -> None:
+        seen.append(self.args.vllm_importance_sampling_correction)
+        raise InterruptedError
+
+    monkeypatch.setattr(GRPOExtTrainer, "create_accelerator_and_postprocess", look)
+    with pytest.raises(InterruptedError):
+        make_trainer(tiny_model, tmp_path, by_completion, trainer={"rollout_func": sampled_by(None)}, **fields)
+    assert seen == [True]
+    monkeypatch.undo()
+    trainer = make_trainer(tiny_model, tmp_path, by_completion, trainer={"rollout_func": sampled_by(None)}, **fields)
+    assert trainer.vllm_importance_sampling_correction is ("loss_fn" not in fields)
 
 
 # Sampling from a part of the distribution

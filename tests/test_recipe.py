@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from page import Page
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,6 +65,8 @@ def test_full_fine_tuning(tmp_path: Path) -> None:
     start = AutoModelForCausalLM.from_pretrained(model)
     assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
     assert AutoTokenizer.from_pretrained(out).chat_template
+    assert Page(out / "report.html").tables[0][1][0] in COMPONENTS
+    assert "### Objective" in (out / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny_model
+from tiny import ADAPTER, perturbed, save_tiny_adapter, save_tiny_model
 from tiny_env import (
     by_completion,
     check_gradient,
@@ -17,6 +18,7 @@ from tiny_env import (
     quiet,
     rows_of,
     token_logprobs,
+    trained,
     weights_of,
 )
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 peft = pytest.importorskip("peft")
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 BETA = 0.3
 
 
@@ -38,30 +40,19 @@ def base(tiny_model: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
-def lora() -> Any:
-    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
-
-
 @pytest.fixture(scope="module")
 def adapter(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with an adapter that has learned something."""
-    folder = tmp_path_factory.mktemp("adapter")
-    torch.manual_seed(5)
-    model = peft.get_peft_model(base(tiny_model), lora())
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    model.save_pretrained(folder)
-    return str(folder)
+    return save_tiny_adapter(tmp_path_factory.mktemp("adapter"), tiny_model)
 
 
 def train(kind: str, tiny_model: str, adapter: str, folder: Path, **args: Any) -> tuple[Any, nn.Module]:
     """A trainer after three steps, and its reference, made anew from what is on disk."""
     if kind == "new adapter":
-        model, extra, reference = tiny_model, {"peft_config": lora()}, base(tiny_model)
-    elif kind == "continued adapter":
-        model = peft.PeftModel.from_pretrained(base(tiny_model), adapter, is_trainable=True)
-        extra, reference = {}, peft.PeftModel.from_pretrained(base(tiny_model), adapter)
+        model, extra, reference = tiny_model, {"peft_config": peft.LoraConfig(**ADAPTER)}, base(tiny_model)
+    elif kind in CONTINUED:
+        model, extra = loaded(tiny_model, adapter, NAMES[kind]), {}
+        reference = peft.PeftModel.from_pretrained(base(tiny_model), adapter)
     else:
         model, extra, reference = tiny_model, {}, base(tiny_model)
     defaults = {"max_steps": 3, "beta": BETA, "learning_rate": 0.02 if "adapter" in kind else 0.002}
@@ -71,7 +62,14 @@ def train(kind: str, tiny_model: str, adapter: str, folder: Path, **args: Any) -
     return trainer, reference.eval()
 
 
-KINDS = ["new adapter", "continued adapter", "full fine-tuning"]
+def loaded(tiny_model: str, adapter: str, name: str) -> Any:
+    """The adapter on disk under a name, to be trained on."""
+    return peft.PeftModel.from_pretrained(base(tiny_model), adapter, adapter_name=name, is_trainable=True)
+
+
+NAMES = {"new adapter": "default", "continued adapter": "default", "continued adapter, named": "policy"}
+CONTINUED = ["continued adapter", "continued adapter, named"]
+KINDS = [*NAMES, "full fine-tuning"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,25 +108,28 @@ def test_the_kl_pulls_towards_the_reference(tiny_model: str, adapter: str, tmp_p
     check_gradient(trainer, loss, step=2, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["new adapter", "continued adapter"])
+@pytest.mark.parametrize("kind", NAMES)
 def test_only_the_weights_of_the_adapter_change(tiny_model: str, adapter: str, tmp_path: Path, kind: str) -> None:
     trainer, _ = train(kind, tiny_model, adapter, tmp_path)
     after = dict(trainer.model.named_parameters())
     changed = {name for name, weight in trainer.before.items() if not torch.equal(weight, after[name])}
-    assert changed == {name for name in after if ".default." in name}
+    assert changed == {name for name in after if f".{NAMES[kind]}." in name}
     assert {name for name, weight in after.items() if weight.requires_grad} == changed
 
 
-def test_the_reference_of_a_continued_adapter_is_a_frozen_copy(tiny_model: str, adapter: str, tmp_path: Path) -> None:
-    trainer, _ = train("continued adapter", tiny_model, adapter, tmp_path)
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_the_reference_of_a_continued_adapter_is_a_frozen_copy(
+    tiny_model: str, adapter: str, tmp_path: Path, kind: str
+) -> None:
+    trainer, _ = train(kind, tiny_model, adapter, tmp_path)
     after = dict(trainer.model.named_parameters())
     copies = [name for name in after if ".ref." in name]
     assert len(copies) == 2 * 2 * 3  # A and B, two layers, three modules
     for name in copies:
-        assert torch.equal(after[name], trainer.before[name.replace(".ref.", ".default.")])
+        assert torch.equal(after[name], trainer.before[name.replace(".ref.", f".{NAMES[kind]}.")])
         assert not after[name].requires_grad
     assert trainer.ref_model is None
-    assert trainer.model.active_adapter == "default"
+    assert trainer.model.active_adapter == NAMES[kind]
 
 
 def test_a_new_adapter_needs_no_second_model(tiny_model: str, adapter: str, tmp_path: Path) -> None:
@@ -158,17 +159,19 @@ def test_a_reference_that_follows_the_policy(tiny_model: str, adapter: str, tmp_
     assert logged(trainer, "kl") == pytest.approx([0, 0, 0], abs=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["new adapter", "continued adapter"])
+@pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("beta", [0.0, BETA])
 def test_a_saved_adapter_loads_with_plain_peft(
     tiny_model: str, adapter: str, tmp_path: Path, kind: str, beta: float
 ) -> None:
     trainer, reference = train(kind, tiny_model, adapter, tmp_path, beta=beta)
     trainer.save_model(str(tmp_path / "saved"))
-    loaded = peft.PeftModel.from_pretrained(base(tiny_model), tmp_path / "saved").eval()
+    folder = tmp_path / "saved" / ("" if NAMES[kind] == "default" else NAMES[kind])
+    saved = peft.PeftModel.from_pretrained(base(tiny_model), folder).eval()
+    assert not (tmp_path / "saved" / "ref").exists()
     ids = torch.tensor([[5, 15, 6, 17, 20, 21, 22]])
     with torch.no_grad():
-        logits = loaded(ids).logits
+        logits = saved(ids).logits
         torch.testing.assert_close(logits, trainer.model(ids).logits, rtol=1e-5, atol=1e-5)
         assert (logits - reference(ids).logits).abs().max() > 0.1  # it has learned something
 
@@ -199,3 +202,76 @@ def test_a_new_adapter_with_the_kl_in_the_reward(tiny_model: str, adapter: str, 
     rewards = scored["reward/by_completion"] - BETA * kl
     expected = rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
     torch.testing.assert_close(scored["advantages"], expected, rtol=1e-4, atol=1e-4)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "rsLoRA": {"use_rslora": True},
+    "the whole head": {"modules_to_save": ["lm_head"]},
+    "the whole embedding": {"modules_to_save": ["embed_tokens"]},
+    "LoRA of the embedding": {"target_modules": ["embed_tokens", "q_proj"]},  # its weights are named otherwise
+    # These take their part out of the base.
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("continued", [False, True], ids=["new", "continued"])
+def test_the_reference_is_the_policy_as_it_starts(
+    tiny_model: str, tmp_path: Path, variant: str, continued: bool
+) -> None:
+    config = peft.LoraConfig(**(ADAPTER | VARIANTS[variant]))
+    model, extra, reference = tiny_model, {"peft_config": config}, base(tiny_model)
+    if continued:
+        model, extra = perturbed(peft.get_peft_model(base(tiny_model), config)), {}
+        reference = copy.deepcopy(model)
+    args = {"max_steps": 3, "beta": BETA, "learning_rate": 0.02}
+    trainer = trained(model, tmp_path, by_completion, trainer=extra, **args)
+    kl = logged(trainer, "kl")
+    assert kl[0] == 0
+    assert kl[2] > 1e-3
+    for scored in (trainer.scored[0], trainer.scored[2]):
+        mask = scored["completion_mask"].bool()
+        with torch.no_grad():
+            ref = token_logprobs(reference.eval(), scored)[0]
+        torch.testing.assert_close(scored["ref_per_token_logps"][mask], ref[mask], rtol=1e-4, atol=1e-4)
+
+
+def test_the_reference_is_the_adapter_that_trains_and_not_another(
+    tiny_model: str, adapter: str, tmp_path: Path
+) -> None:
+    model = loaded(tiny_model, adapter, "default")
+    model.add_adapter("policy", peft.LoraConfig(**(ADAPTER | {"r": 2})))
+    model.set_adapter("policy")
+    trainer = trained(perturbed(model), tmp_path, by_completion, beta=BETA, max_steps=2, learning_rate=0.02)
+    kl = logged(trainer, "kl")
+    assert kl[0] == 0
+    assert kl[1] > 1e-3
+    assert trainer.model.peft_config["ref"].r == 2
+
+
+def test_the_reference_has_no_dropout(tiny_model: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(**(ADAPTER | {"lora_dropout": 0.5}))
+    model = perturbed(peft.get_peft_model(base(tiny_model), config))
+    reference = copy.deepcopy(model).eval()
+    trainer = trained(model, tmp_path, by_completion, beta=BETA, disable_dropout=False)
+    (scored,) = trainer.scored
+    with torch.no_grad():
+        ref = token_logprobs(reference, scored)[0]
+    mask = scored["completion_mask"].bool()
+    torch.testing.assert_close(scored["ref_per_token_logps"][mask], ref[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_the_adapter_that_trains_cannot_have_the_name_of_its_reference(
+    tiny_model: str, adapter: str, tmp_path: Path
+) -> None:
+    model = loaded(tiny_model, adapter, "ref")
+    with pytest.raises(ValueError, match="adapter named 'ref', which is what the frozen copy .* under another name"):
+        make_trainer(model, tmp_path, by_completion, beta=BETA)
+
+
+def test_an_adapter_has_no_reference_that_follows(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    model = loaded(tiny_model, adapter, "default")
+    with pytest.raises(NotImplementedError, match="`sync_ref_model=True` while using a PEFT model"):
+        make_trainer(model, tmp_path, by_completion, beta=BETA, sync_ref_model=True)

@@ -1644,6 +1644,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_does_not_depend_on_how_its_rows_are_split(tiny_model: str, tmp_path: Path, method: str) -> None:
     def components(completion_ids: list[list[int]], **_: Any) -> dict[str, list[float]]:

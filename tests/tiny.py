@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*"0123456789+-=abcdefghijklmnopqrstuvwxyz", "user", "assistant", "system", "<answer>", "</answer>"]
@@ -33,6 +34,15 @@ THREE_SGD_STEPS: dict[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",
     "disable_tqdm": True,
+}
+
+# Fields of the `LoraConfig` of the tiny model's adapters.
+ADAPTER: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "lora_dropout": 0.0,
+    "task_type": "CAUSAL_LM",
 }
 
 
@@ -75,6 +85,25 @@ def save_tiny_model(folder: Path, seed: int = 0, **overrides: Any) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def save_tiny_adapter(folder: Path, model: str, **overrides: Any) -> str:
+    """Saves an adapter of the model that has learned something, and returns the folder."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**(ADAPTER | overrides)))
+    perturbed(adapted).save_pretrained(folder)
+    return str(folder)
+
+
+def perturbed(model: nn.Module) -> Any:
+    """The model, with noise in the weights that train, as if it had learned something."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    return model
 
 
 def prompts(count: int) -> Dataset:

@@ -47,8 +47,22 @@ def given_completion(prompt: list[int], rank: int, longest: int, truncated: bool
     return words if truncated else [*words, EOS]
 
 
-class GivenRollouts:
-    """Mixin for a trainer, ours or TRL's: completions are given, and what it did is remembered.
+class Remembers:
+    """Mixin for a trainer, ours or TRL's: the batches that it scored and those that it trained on are kept."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        self.__dict__.setdefault("scored", []).append(batch)
+        return batch
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if model.training:
+            self.__dict__.setdefault("trained", []).append(inputs)
+        return super()._compute_loss(model, inputs)
+
+
+class GivenRollouts(Remembers):
+    """And completions are given.
 
     TRL shuffles the rows between scoring and loss, and splits them in as many ways as there are layouts. Completions
     depend on the prompt and the rank in the group alone, so that every layout trains on the same rollouts.
@@ -65,16 +79,6 @@ class GivenRollouts:
             given_completion(ids, rank, self.longest, self.truncated(rank))
             for ids, rank in zip(prompt_ids, ranks, strict=True)
         ], None
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        self.__dict__.setdefault("scored", []).append(batch)
-        return batch
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if model.training:
-            self.__dict__.setdefault("trained", []).append(inputs)
-        return super()._compute_loss(model, inputs)
 
 
 class Watch(TrainerCallback):
@@ -153,6 +157,16 @@ def logged(trainer: Any, name: str) -> list[float | None]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def check_same_log(want: list[dict[str, Any]], got: list[dict[str, Any]], besides: tuple[str, ...] = ()) -> None:
+    """Two runs logged the same metrics, apart from times and those whose names begin as in `besides`."""
+    for entries in zip(want, got, strict=True):
+        a, b = ({name: value for name, value in entry.items() if not name.startswith(besides)} for entry in entries)
+        assert a.keys() == b.keys()
+        for name in a:
+            if "runtime" not in name and "per_second" not in name and name != "step_time":
+                assert b[name] == (a[name] if a[name] is None else pytest.approx(a[name], rel=1e-4, abs=1e-5)), name
+
+
 def by_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward that varies inside the groups and depends on the completion alone, whatever the order of the rows."""
     return [hashlib.sha256(str(ids).encode()).digest()[0] / 64 for ids in completion_ids]
@@ -229,6 +243,24 @@ def check_gradient(
     assert expected.norm() > 1e-3  # or any gradient would pass
     off = difference(trainer.watch.gradients[step], expected)
     assert off < tolerance, f"the gradient is off by {off:.2g} of its norm"
+
+
+def truncation(kind: str, low: float, high: float) -> dict[str, Any]:
+    """The knobs of a truncated importance sampling."""
+    return {
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio_min": low,
+        "truncated_importance_sampling_ratio": high,
+    }
+
+
+def inside(weight: Tensor, low: float, high: float) -> Tensor:
+    return ((weight >= low) & (weight <= high)).to(weight.dtype)
+
+
+def geometric_mean(log_weight: Tensor, mask: Tensor) -> Tensor:
+    """Of a row's weights, `[B, 1]`."""
+    return ((log_weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
 
 
 def rows_of(trainer: Any, step: int = 0, accumulation: int = 1) -> list[dict[str, Any]]:

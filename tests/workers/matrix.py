@@ -2,6 +2,9 @@
 
     matrix.py MODEL_DIR OUT_FILE JSON_OF_CASES
 
+A case is the fields of a `GRPOExtConfig`, besides `lora` (fields of the `LoraConfig` of a new adapter), `continues` (a
+name for the adapter in MODEL_DIR/adapter) and the others that `run` takes out.
+
 One process stands for as many as `SHARES`: it takes the rows of each of them into every step.
 """
 
@@ -22,10 +25,10 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, set_seed
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from trl.trainer import grpo_trainer
 
@@ -33,12 +36,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train  # the worker beside this one
 from ending import leave
-from tiny import SPECIAL, THREE_SGD_STEPS  # the path comes first
+from tiny import ADAPTER, SPECIAL, THREE_SGD_STEPS  # the path comes first
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
 
 SHARES = 2
-TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def prompts() -> Dataset:
@@ -60,6 +62,9 @@ class Trainer(train.Trainer):
         self.packed_forwards = 0
         self.logprob_types: set[str] = set()
         self.completions: list[list[list[int]]] = []  # of all processes, at each generation
+        # Of the last optimizer step: its weights, and the prompt and completion of each row of all processes.
+        self.last_weights: dict[str, torch.Tensor] = {}
+        self.last_rows: list[tuple[list[int], list[int]]] = []
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any) -> Any:
         if self.generates:
@@ -67,14 +72,13 @@ class Trainer(train.Trainer):
             self.completions.append(gather_object(completions))
             return completions, None
         completions, _ = super()._generate_single_turn(prompt_ids, *args)
-        for row, (ids, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
+        for ids, completion in zip(prompt_ids, completions, strict=True):
             first = self.processing_class.decode(ids[:1])
             if first in self.long:
-                completion[:-1] = (completion[:-1] or [len(SPECIAL) + row]) * 20
+                completion[:-1] = completion[:-1] * 20
                 del completion[20:-1]
             if first in self.truncated:
-                del completion[-1]
-                completion.append(len(SPECIAL) + row)
+                completion[-1] = len(SPECIAL)
         return completions, None
 
     def _prepare_window(self, batches: list[Any]) -> list[dict[str, Any]]:
@@ -85,6 +89,9 @@ class Trainer(train.Trainer):
         )
         self.rows_that_count.append(gather_object([counted]))
         self.rows_with_signal.append(gather_object([signal]))
+        if self.state.global_step == self.args.max_steps - 1:
+            self.last_weights = weights(self)
+            self.last_rows = gather_object([row for batch in window for row in tokens_of(batch)])
         return window
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +127,13 @@ def let_fsdp_run_on_cpu() -> None:
     AcceleratorState.__init__ = as_on_gpus
 
 
+def let_deepspeed_run_on_cpu() -> None:
+    import deepspeed
+
+    # Compiled at first use, for a minute, and not needed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter of which every process may hold a shard; all processes call this together."""
     if isinstance(parameter, DTensor):
@@ -127,9 +141,25 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
+        if parameter.ds_status == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE:
+            return parameter.detach().clone()  # to let it go in the middle of a step is an error
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
     return parameter.detach().clone()
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    bare = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: whole(parameter) for name, parameter in bare.named_parameters()}
+
+
+def tokens_of(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the completion of each row, without padding."""
+    prompts, completions = (
+        [ids[mask.bool()].tolist() for ids, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)]
+        for part in ("prompt", "completion")
+    )
+    return list(zip(prompts, completions, strict=True))
 
 
 def share_held(parameters: list[torch.Tensor]) -> float:
@@ -162,29 +192,40 @@ def second_layer_refuses_packed_rows(refuses: bool) -> Iterator[None]:
         Qwen2Attention.forward = forward
 
 
-def build(model: str, lora: bool, fields: dict[str, Any]) -> Trainer:
-    adapter = LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM") if lora else None
+def build(model: str, fields: dict[str, Any], lora: dict[str, Any] | None, continues: str | None) -> Trainer:
     args = GRPOExtConfig(**({**THREE_SGD_STEPS, "logging_steps": 1, "shuffle_dataset": False} | fields))
     Trainer.steps = args.steps_per_generation
     set_seed(0)
-    return Trainer(model, [train.reward, train.late], args, prompts(), peft_config=adapter)
+    policy: Any = model
+    if continues is not None:
+        base = AutoModelForCausalLM.from_pretrained(model)
+        policy = PeftModel.from_pretrained(base, f"{model}/adapter", adapter_name=continues, is_trainable=True)
+    return Trainer(
+        policy,
+        [train.reward, train.late],
+        args,
+        prompts(),
+        eval_dataset=prompts().select(range(8)),
+        peft_config=None if lora is None else LoraConfig(**(ADAPTER | lora)),
+    )
 
 
 def run(model: str, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     train.SILENT[:] = fields.pop("silent", "")
     Trainer.truncated, Trainer.long = fields.pop("truncated", ""), fields.pop("long", "")
-    Trainer.generates, lora = fields.pop("generates", False), fields.pop("lora", False)
+    Trainer.generates, ends = fields.pop("generates", False), fields.pop("ends", None)
+    adapter = {"lora": fields.pop("lora", None), "continues": fields.pop("continues", None)}
     resumes, refuses = fields.pop("resumes", False), fields.pop("refuses", False)
-    fields["output_dir"], ends = folder, fields.pop("ends", None)
+    fields["output_dir"] = folder
     with second_layer_refuses_packed_rows(refuses):
         if resumes:
-            build(model, lora, {**fields, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}).train()
-        trainer = build(model, lora, fields)
+            build(model, {**fields, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}, **adapter).train()
+        trainer = build(model, fields, **adapter)
         if ends:
             trainer.eos_token_ids = trainer.generation_config.eos_token_id = ends
+        start = weights(trainer)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1" if resumes else None)
-    bare = trainer.accelerator.unwrap_model(trainer.model)
-    trained = {name: whole(parameter) for name, parameter in bare.named_parameters()}
+    bare, trained = trainer.accelerator.unwrap_model(trainer.model), weights(trainer)
     wrapped = trainer.model_wrapped
     return {
         "processes": trainer.accelerator.num_processes,
@@ -200,6 +241,9 @@ def run(model: str, folder: str, fields: dict[str, Any]) -> dict[str, Any]:
         "rows_that_count": trainer.rows_that_count,
         "rows_with_signal": trainer.rows_with_signal,
         "weights": trained,
+        "moved": max((trained[name] - start[name]).abs().max().item() for name in trained),
+        "last_weights": trainer.last_weights,
+        "last_rows": trainer.last_rows,
         "log": trainer.state.log_history,
     }
 
@@ -210,10 +254,9 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         let_fsdp_run_on_cpu()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed
-
-        # Compiled at first use, for a minute, and not needed.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        let_deepspeed_run_on_cpu()
+    # What was imported so far need not be searched for garbage after every case.
+    gc.freeze()
     results = {}
     for number, (name, fields) in enumerate(cases.items()):
         with warnings.catch_warnings():

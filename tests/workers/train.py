@@ -30,7 +30,7 @@ class Trainer(GRPOExtTrainer):
         first = self.accelerator.process_index * len(prompt_ids)
         out = []
         for row, ids in enumerate(prompt_ids):
-            digest = hashlib.sha256(f"{ids}/{(first + row) % self.num_generations}".encode()).digest()
+            digest = hashlib.sha256(f"{ids}/{(first + row) % self._group_size}".encode()).digest()
             letters = len(self.processing_class) - len(SPECIAL)
             # Prompts differ in their longest completion, and so do the processes.
             longest = 1 + hashlib.sha256(str(ids).encode()).digest()[0] % 8
