@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from torch import nn
 
 REFERENCE_ADAPTER = "ref"  # TRL scores the reference with the adapter of this name, and with none where there is none
@@ -15,6 +16,11 @@ NEUTRAL = (True, "gaussian")
 
 # What the copy does not take over from the configuration of the adapter, where that has it.
 PLAIN = {"init_lora_weights": True, "lora_dropout": 0.0}
+
+
+def under_adapter(model: Any) -> Any:
+    """The model that an adapter is put on; the model itself where it has none."""
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 def starts_as_base(model: Any) -> bool:

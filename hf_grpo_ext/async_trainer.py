@@ -34,11 +34,11 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id, use_adapter
 
-from .adapters import REFERENCE_ADAPTER, add_reference_adapter, check_trainable, starts_as_base
+from .adapters import REFERENCE_ADAPTER, add_reference_adapter, check_trainable, starts_as_base, under_adapter
 from .advantages import get_advantage_estimator
 from .async_config import AsyncGRPOExtConfig
 from .async_rollouts import RolloutLoop
-from .callbacks import StopBrokenRun
+from .callbacks import add_stop_broken_run
 from .diagnostics import MetricWindow
 from .explain import explain, warning_of_cut_sampling
 from .loss import METRIC_REDUCTIONS, ClippedPGLossFn
@@ -46,7 +46,7 @@ from .micro_batches import constant_length_scale
 from .model_card import method
 from .packing import SegmentRows
 from .reductions import masked_mean
-from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
+from .sharding import keep_float32_outputs, prepare_shards
 from .shared_prompt import draws_dropout
 from .trainer import TRL_METRIC_NAMES
 
@@ -108,8 +108,8 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
             _adopt(self.rollout_worker, args)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
-        if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
-            self.add_callback(StopBrokenRun())
+        if args.stop_broken_run:
+            add_stop_broken_run(self)
         self._rollouts: _Rollouts | None = None  # of the main process
         self._metric_window = MetricWindow()
         self._shards_know_what_trains = False
@@ -167,10 +167,10 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
     def _with_advantages(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the groups decided, made into advantages over the samples of the step on all processes."""
-        rows = [SegmentRows.of(batch["segment_id"][batch["token_index"] >= 0]) for batch in batches]
+        selected = [batch["token_index"] >= 0 for batch in batches]
+        rows = [SegmentRows.of(batch["segment_id"][kept]) for batch, kept in zip(batches, selected, strict=True)]
         relative = [
-            part.pad(batch["advantages"][batch["token_index"] >= 0])[:, 0]
-            for part, batch in zip(rows, batches, strict=True)
+            part.pad(batch["advantages"][kept])[:, 0] for part, batch, kept in zip(rows, batches, selected, strict=True)
         ]
         local = torch.stack([torch.cat(relative), torch.cat([part.mask.sum(-1) for part in rows]).float()], dim=-1)
         # Processes hold different numbers of samples: what pads them has no token.
@@ -181,7 +181,10 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         mine = self.adv_estimator.over_batch(everything[:, 0], tokens)[first : first + len(local)]
         counts = {"global_valid_toks": tokens.sum(), "global_valid_seqs": (tokens > 0).sum()}
         of_rows = torch.split(mine, [len(part) for part in relative])
-        return [{**batch, "row_advantages": part, **counts} for batch, part in zip(batches, of_rows, strict=True)]
+        return [
+            {**batch, "rows": part, "row_advantages": advantages, **counts}
+            for batch, part, advantages in zip(batches, rows, of_rows, strict=True)
+        ]
 
     # The loss
 
@@ -206,7 +209,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
 
         selected = inputs["token_index"] >= 0
         places = inputs["token_index"][selected]
-        rows = SegmentRows.of(inputs["segment_id"][selected])
+        rows: SegmentRows = inputs["rows"]
 
         def padded(values: Tensor) -> Tensor:
             return rows.pad(values.flatten()[places])
@@ -246,9 +249,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         """Once, and after the reference: FSDP2 sets itself up at the first forward, which may have the adapter off."""
         if self._shards_know_what_trains:
             return
-        show_what_trains(model)
-        policy = self.accelerator.unwrap_model(model)
-        reduce_gradient_of_head(policy.get_base_model() if is_peft_model(policy) else policy)
+        prepare_shards(model, under_adapter(self.accelerator.unwrap_model(model)))
         self._shards_know_what_trains = True
 
     def _flush_metrics(self) -> None:
@@ -274,7 +275,7 @@ class AsyncGRPOExtTrainer(AsyncGRPOTrainer):
         reference = create_model_from_path(
             name, device_map=None, attn_implementation=self.model.config._attn_implementation, **options
         )
-        add_fused_lm_head(reference, temperature=self.temperature, outputs=("log_probs", "entropy"))
+        add_fused_lm_head(reference, temperature=self.temperature)
         reference.eval().requires_grad_(False)
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(reference, self.accelerator)

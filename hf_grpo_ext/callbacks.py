@@ -158,3 +158,9 @@ def _check_patience(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be a number of log entries.")
     if value < 1:
         raise ValueError(f"{name}={value}: it must be at least 1 log entry.")
+
+
+def add_stop_broken_run(trainer: Any) -> None:
+    """Adds `StopBrokenRun` with its defaults to a trainer that has none."""
+    if not any(isinstance(callback, StopBrokenRun) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(StopBrokenRun())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.utils import logging
 from trl import GRPOTrainer
 
+from .adapters import under_adapter
 from .packing import PackedRows, pack_rows
 from .prefill import prefill_once
 from .shared_prompt import packed_log_probs, prepare_model, same_in_both_layouts, why_not_packed
@@ -116,8 +117,7 @@ class SharedPromptForward(GRPOTrainer):
 
     def _base_model(self, model: nn.Module) -> Any:
         if model not in self._bases:  # kept, since Accelerate reads the metadata of packages every time
-            base = self.accelerator.unwrap_model(model)
-            self._bases[model] = base.get_base_model() if is_peft_model(base) else base
+            self._bases[model] = under_adapter(self.accelerator.unwrap_model(model))
         return self._bases[model]
 
     def _why_not_packed(self, base: nn.Module) -> str | None:

@@ -18,7 +18,18 @@ def keep_float32_outputs(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
-def show_what_trains(model: nn.Module) -> None:
+def prepare_shards(model: nn.Module, base: Any) -> None:
+    """What has to be done once FSDP2 has set itself up, before the policy's first forward.
+
+    Args:
+        model: the policy.
+        base: the model under its wrappers and its adapter.
+    """
+    _show_what_trains(model)
+    _reduce_gradient_of_head(base)
+
+
+def _show_what_trains(model: nn.Module) -> None:
     """Lets FSDP2 see which parameters train: it looks at the first forward, and the reference's has the adapter off."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -26,7 +37,7 @@ def show_what_trains(model: nn.Module) -> None:
             module.reshard()
 
 
-def reduce_gradient_of_head(base: Any) -> None:
+def _reduce_gradient_of_head(base: Any) -> None:
     """Lets FSDP2 average the gradient of the head, which it does only for shards that it has put together itself.
 
     TRL reads the weight of the head and never calls it. That goes unnoticed where another module of its unit is called,

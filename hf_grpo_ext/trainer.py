@@ -36,7 +36,7 @@ from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .adapters import add_reference_adapter, check_trainable, starts_as_base
 from .advantages import get_advantage_estimator
-from .callbacks import StopBrokenRun
+from .callbacks import add_stop_broken_run
 from .config import GRPOExtConfig
 from .diagnostics import MetricWindow, mismatch_metrics, reward_metrics, sequence_logprob_error
 from .drawing import DynamicSampling
@@ -65,7 +65,7 @@ from .rewards import (
     component_weights,
 )
 from .saving import CompleteCheckpoints
-from .sharding import keep_float32_outputs, reduce_gradient_of_head, show_what_trains
+from .sharding import keep_float32_outputs, prepare_shards
 from .shared_prompt import (
     draws_dropout,
     positions_are_relative,
@@ -187,8 +187,8 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
         check_trainable(self.model)
         if (advice := warning_of_cut_sampling(args)) and self.accelerator.is_main_process:
             warnings.warn(advice, stacklevel=2)
-        if args.stop_broken_run and not any(isinstance(c, StopBrokenRun) for c in self.callback_handler.callbacks):
-            self.add_callback(StopBrokenRun())
+        if args.stop_broken_run:
+            add_stop_broken_run(self)
 
         self.loss_fn = ClippedPGLossFn(args.loss_config)
         self.adv_estimator = get_advantage_estimator(args.adv_estimator_config, args.loss_config)
@@ -386,8 +386,7 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
         """The parent's batch, with the rows that count and the log-probabilities that we need besides."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._shards_know_what_trains:
-            show_what_trains(self.model)
-            reduce_gradient_of_head(self._base_model(self.model))
+            prepare_shards(self.model, self._base_model(self.model))
             self._shards_know_what_trains = True
         batch["sample_mask"] = loss_token_mask(batch).any(-1)
         threshold = self.args.seq_logprob_error_threshold

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_distributed import SETTINGS
 from tiny import ADAPTER, save_tiny_adapter, save_tiny_model
 from tiny_env import check_same_log
 from torch import nn
@@ -147,15 +148,9 @@ def run_worker(folder: Path, backend: str | None, worker: Path, *arguments: str)
         config = folder / f"{backend}.yaml"
         config.write_text(yaml.safe_dump(on_two_cpu_processes(backend)))
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "DS_ACCELERATOR": "cpu",
-    }
     done = subprocess.run(
         [sys.executable, *launcher, str(worker), *arguments],
-        env=os.environ | settings,
+        env=os.environ | SETTINGS | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
         timeout=600,

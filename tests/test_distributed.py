@@ -16,6 +16,7 @@ from tiny import save_tiny_model
 from tiny_env import check_same_log
 
 WORKERS = Path(__file__).parent / "workers"
+SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DDP = """
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
@@ -33,10 +34,9 @@ def launch(folder: Path, processes: int, worker: str, *arguments: str) -> None:
     config = folder / "ddp.yaml"
     config.write_text(DDP)
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)] if processes == 2 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [sys.executable, *launcher, str(WORKERS / worker), *arguments],
-        env=environment,
+        env=os.environ | SETTINGS,
         capture_output=True,
         text=True,
         timeout=300,

@@ -63,6 +63,7 @@ KNOW_TRL = {
     "async_trainer",
 }
 KNOW_OTHERS = {
+    "adapters": {"accelerate"},
     "checkpoints": {"transformers"},
     "shared_prompt": {"transformers"},
     "callbacks": {"accelerate", "transformers"},

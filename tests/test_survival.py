@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import DDP, WORKERS
+from test_distributed import DDP, SETTINGS, WORKERS
 from tiny import save_tiny_model
 from tiny_env import by_completion, difference, make_trainer, quiet, trained
 from transformers import TrainerCallback
@@ -29,7 +29,6 @@ from hf_grpo_ext.failures import FailedTogether, raise_together
 from hf_grpo_ext.timeouts import awaited, time_limit
 
 pytestmark = [quiet, pytest.mark.slow]
-SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @pytest.fixture(scope="module")
