@@ -130,12 +130,18 @@ def same_value(answer: str, gold: str) -> bool:
     return verify(parse(gold), parse(answer))
 
 
+def length_score(tokens: int, length_budget: int, max_length: int) -> float:
+    """1 up to `length_budget` tokens, then falling linearly to 0 at `max_length`."""
+    excess = max(0, tokens - length_budget) / max(1, max_length - length_budget)
+    return max(0.0, 1.0 - excess)
+
+
 def make_reward(length_budget: int, max_length: int):
     """Build the reward function: one pass over the completions, three named components in [0, 1].
 
     - correctness: the last tag holds the gold answer
     - format: there is one tag and it closes the completion
-    - length: 1 up to `length_budget` tokens, then falling linearly to 0 at `max_length`
+    - length: `length_score` of a right answer, 0 for a wrong one
     """
 
     def math_reward(completions, completion_ids, answer, **kwargs) -> dict[str, list[float]]:
@@ -144,11 +150,10 @@ def make_reward(length_budget: int, max_length: int):
             text = completion[0]["content"]
             tags = TAG.findall(text)
             correct = bool(tags) and same_value(tags[-1], gold)
-            excess = max(0, len(ids) - length_budget) / max(1, max_length - length_budget)
             correctness.append(float(correct))
             form.append(float(WELL_FORMED.fullmatch(text) is not None))
             # Only a right answer earns the length reward: otherwise the shortest way to it is to say nothing.
-            length.append(max(0.0, 1.0 - excess) if correct else 0.0)
+            length.append(length_score(len(ids), length_budget, max_length) if correct else 0.0)
         return {"correctness": correctness, "format": form, "length": length}
 
     return math_reward
@@ -377,11 +382,14 @@ def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float, dat
 # --- Run --------------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(script_arguments: type, defaults: dict):
-    """Read `script_arguments`, the training and the model; the command line wins over the YAML file over `defaults`."""
+def parse_arguments(script_arguments: type, defaults: dict, words: list[str] | None = None):
+    """Read `script_arguments`, the training and the model; the command line wins over the YAML file over `defaults`.
+
+    `words` stand in the place of the command line.
+    """
     parser = TrlParser((script_arguments, GRPOExtConfig, ModelConfig))
     parser.set_defaults_with_config(**defaults, **_cpu.defaults())
-    script_args, args, model_args = parser.parse_args_and_config()
+    script_args, args, model_args = parser.parse_args_and_config(words)
     if args.use_cpu:
         _cpu.use_all_cores()
     return script_args, args, model_args
