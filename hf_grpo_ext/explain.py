@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,5 +281,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("usage: python -m hf_grpo_ext explain [--config file.yaml] [--any_flag_of_GRPOExtConfig ...]")
     parser = TrlParser(GRPOExtConfig)
     parser.set_defaults_with_config(use_cpu=not torch.accelerator.is_available())  # nothing is trained here
-    (args,) = parser.parse_args_and_config(arguments)
+    with warnings.catch_warnings():
+        # Names that TRL's own defaults use, and transformers will drop.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        try:
+            (args,) = parser.parse_args_and_config(arguments)
+        except (TypeError, ValueError) as error:
+            raise SystemExit(f"error: {error}") from error
     print(explain(args))

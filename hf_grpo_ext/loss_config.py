@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,19 @@ def reject_unknown_keys(given: Iterable[str], known: Iterable[str], what: str) -
     known = list(known)
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ValueError(f"{what} does not know {key!r}: did you mean {near[0]!r}? Known: {', '.join(known)}.")
+            raise ValueError(
+                f"{what} does not know {key!r}: did you mean {nearest(str(key), known)!r}? Known: {', '.join(known)}."
+            )
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The known word that was most likely meant; of two as near, the one with the same letters.
+
+    Example:
+        >>> nearest("gpdo", ["grpo", "gdpo"]), nearest("ratio_clip", ["kl_type", "ratio_clip_min"])
+        ('gdpo', 'ratio_clip_min')
+    """
+    return max(known, key=lambda name: (difflib.SequenceMatcher(a=name, b=word).ratio(), sorted(name) == sorted(word)))
 
 
 def numbers_from_text(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,9 +21,12 @@ RUN_FIELDS = (
     "reward_weights",
     "num_generations",
     "num_iterations",
+    "steps_per_generation",
     "max_completion_length",
+    "mask_truncated_completions",
     "temperature",
     "learning_rate",
+    "lr_scheduler_type",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "max_steps",
@@ -80,6 +85,7 @@ def differences(args: GRPOExtConfig) -> dict[str, Any]:
     c = args.loss_config
     of_trl = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     defaults = {f.name: f.default for f in dataclasses.fields(GRPOExtConfig) if f.init}
+    defaults["steps_per_generation"] = args.gradient_accumulation_steps  # TRL's, which its field does not tell
     ours = set(defaults) - set(of_trl) - set(ADVANTAGE_FIELDS) - {"adv_estimator", "loss_fn"}
     loss_type = ("loss_type",) if args.loss_type == "dr_grpo" else ()  # which no knob of the loss says
     fields = [*loss_type, *RUN_FIELDS, *(name for name in defaults if name in ours)]
@@ -90,8 +96,12 @@ def differences(args: GRPOExtConfig) -> dict[str, Any]:
             always=NAMED_WITH_A_KL if c.reference_policy_kl_penalty else NAMED_WITH_A_KL[:1],
             never=() if c.reference_policy_kl_penalty else KL_KNOBS,
         ),
-        **{name: getattr(args, name) for name in fields if getattr(args, name) != defaults[name]},
+        **{name: _plain(getattr(args, name)) for name in fields if getattr(args, name) != defaults[name]},
     }
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
 
 
 def _changed(config: Any, always: tuple[str, ...], never: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -151,6 +161,24 @@ def objective_section(args: GRPOExtConfig, weights: Mapping[str, float], data: s
             yaml.safe_dump(differences(args), sort_keys=False, allow_unicode=True).rstrip(),
             "```",
         ]
+    )
+
+
+def with_places(card: str, model: str, folder: str) -> str:
+    """TRL's card with names from this machine where it has none of the Hub.
+
+    Args:
+        card: the card.
+        model: what was trained, a name or a folder.
+        folder: where the trained model is. Of a folder the card tells the last part alone, since it may be published.
+
+    Example:
+        >>> with_places('a version of [None](https://huggingface.co/None): model="None"', "/me/base", "outputs/run")
+        'a version of `base`: model="run"'
+    """
+    base, trained = Path(model).name, Path(folder).resolve().name
+    return card.replace("[None](https://huggingface.co/None)", f"`{base}`").replace(
+        'model="None"', f'model="{trained}"'
     )
 
 

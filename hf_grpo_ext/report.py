@@ -98,7 +98,7 @@ def write_report(
         log_history: the log entries, as `trainer.state.log_history` has them; each with its `step`.
         facts: what is said of the run in its head, name -> value.
         tables: title -> rows, each column -> value; shown as they are.
-        rollouts: a generation batch, of which some are shown.
+        rollouts: a generation batch, of which some are shown; best one that has advantages.
 
     Returns:
         The path. Without matplotlib the page has no curves, and says so.
@@ -123,6 +123,7 @@ def write_report(
         missing="" if has_matplotlib() else INSTALL_MATPLOTLIB,
         groups=shown_groups(rollouts) if rollouts else [],
         count=len(rollouts.advantages) // rollouts.group_size if rollouts else 0,
+        with_signal=any(rollouts.advantages) if rollouts else False,
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,9 +178,9 @@ def component_summary(
         "component": name,
         "mean, first": value(f"rewards/{name}/mean", 0),
         "mean, last": value(f"rewards/{name}/mean", -1),
-        "groups without signal": value(f"rewards/{name}/frac_groups_without_signal", -1),
-        "share of the advantage": value(f"rewards/{name}/advantage_share", -1),
-        "lowest correlation": f"{score(lowest[0])} with {lowest[1]}" if lowest else None,
+        "groups without signal, last": value(f"rewards/{name}/frac_groups_without_signal", -1),
+        "share of the advantage, last": value(f"rewards/{name}/advantage_share", -1),
+        "lowest correlation, last": f"{score(lowest[0])} with {lowest[1]}" if lowest else None,
     }
 
 
@@ -285,10 +286,13 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def shown_groups(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """The first prompts, each with its rollouts by their advantage: all, or the highest and the lowest."""
+    """The first prompts with signal, each with its rollouts by their advantage: all, or the highest and the lowest."""
     size, total = rollouts.group_size, len(rollouts.advantages)
+    with_signal_first = sorted(
+        range(0, total, size), key=lambda start: not any(rollouts.advantages[start : start + size])
+    )
     groups = []
-    for start in range(0, min(total, PROMPTS_SHOWN * size), size):
+    for start in with_signal_first[:PROMPTS_SHOWN]:
         rows = range(start, min(start + size, total))
         ordered = sorted(rows, key=lambda row: -(rollouts.advantages[row] or 0.0))
         if len(ordered) > ROLLOUTS_SHOWN:

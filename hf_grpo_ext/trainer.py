@@ -54,7 +54,7 @@ from .micro_batches import (
     plan_micro_batches,
     valid_counts,
 )
-from .model_card import add_section, describe_dataset, method, objective_section
+from .model_card import add_section, describe_dataset, method, objective_section, with_places
 from .reductions import masked_mean, masked_sum
 from .report import Rollouts, write_report
 from .rewards import (
@@ -250,6 +250,8 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
             "Optimizer steps": state.global_step,
             "Rollouts a generation batch": f"{args.generation_batch_size}, {self.num_generations} a prompt",
             "Processes": self.accelerator.num_processes,
+            "Learning rate": f"{args.learning_rate:g}",
+            "Reward weights": ", ".join(f"{name} {weight:g}" for name, weight in self._weight_of_component.items()),
             "Seed": args.seed,
             "Versions": ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
         }
@@ -279,7 +281,9 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
                 dataset = describe_dataset(self.train_dataset, dataset_name)
                 section = objective_section(self.args, self._weight_of_component, dataset)
                 card = Path(self.args.output_dir, "README.md")
-                card.write_text(add_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
+                text = add_section(card.read_text(encoding="utf-8"), section)
+                text = with_places(text, get_config_model_id(self.model.config), self.args.output_dir)
+                card.write_text(text, encoding="utf-8")
 
     def create_accelerator_and_postprocess(self) -> None:
         """The parent's; FSDP2 then returns log-probabilities as they were computed, and not rounded to bf16."""
@@ -455,7 +459,7 @@ class GRPOExtTrainer(DynamicSampling, SharedPromptForward, CompleteCheckpoints):
         logged, count = self._logs["advantages"], min(len(advantages), len(self._logs["advantages"]))
         for index, value in zip(range(-count, 0), advantages.tolist()[-count:], strict=True):
             logged[index] = value
-        if self.model.training:
+        if self.model.training and (self._last_rollouts is None or any(logged)):
             logs = self._logs
             rewards = {name: list(column) for name, column in logs["rewards"].items()}
             self._last_rollouts = Rollouts(

@@ -17,7 +17,8 @@ import math
 import random
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ import _smollm2
 from datasets import Dataset, load_dataset
 from math_verify import parse, verify
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, ProgressCallback
@@ -91,7 +93,10 @@ def hold_out(problems: list[dict], size: int, seed: int) -> tuple[list[dict], li
     seen = {problem["group"] for problem in held_out}
     train = [problem for problem in problems if problem["group"] not in seen]
     if len(held_out) < size or not train:
-        raise ValueError(f"Cannot hold out {size} of {len(problems)} problems; lower --eval_prompts.")
+        raise ValueError(
+            f"Cannot hold out {size} of {len(problems)} problems. --eval_prompts is rounded up to whole evaluation "
+            "batches of per_device_eval_batch_size / num_generations_eval prompts: lower it and the batch size."
+        )
     return train, held_out
 
 
@@ -230,6 +235,8 @@ def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args:
 
 def whole_eval_batches(prompts: int, args: GRPOExtConfig) -> int:
     """Round up to whole batches, so that every answer counts the same in the means of the evaluation."""
+    if prompts < 1:
+        raise ValueError(f"--eval_prompts got {prompts}, but the table before and after needs at least 1.")
     draws = args.num_generations_eval or args.num_generations
     prompts_per_batch = max(1, args.per_device_eval_batch_size * args.world_size // draws)
     return math.ceil(prompts / prompts_per_batch) * prompts_per_batch
@@ -336,8 +343,9 @@ def plot_curves(history: list[dict], path: Path) -> None:
             for points, style in ((curve(key), "-"), (curve(f"eval_{key}"), "o")):
                 label = key.removeprefix("rewards/").removesuffix("/mean") if style == "-" else None
                 axis.plot([x for x, _ in points], [y for _, y in points], style, color=f"C{index}", label=label)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(keys) > 1:
-            axis.legend(fontsize="small")
+            axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(keys))
     figure.savefig(path, dpi=100)
 
 
@@ -367,7 +375,8 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
 
 
 def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float, dataset_name: str | None = None) -> None:
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    resume = trainer.args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     trainer.evaluate()
     trainer.save_model(trainer.args.output_dir)
     on_hub = dataset_name is not None and not Path(dataset_name).is_file()
@@ -387,9 +396,13 @@ def parse_arguments(script_arguments: type, defaults: dict, words: list[str] | N
 
     `words` stand in the place of the command line.
     """
-    parser = TrlParser((script_arguments, GRPOExtConfig, ModelConfig))
+    parser = TrlParser((script_arguments, GRPOExtConfig, ModelConfig), allow_abbrev=False)
     parser.set_defaults_with_config(**defaults, **_cpu.defaults())
-    script_args, args, model_args = parser.parse_args_and_config(words)
+    *parts, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
+    if unknown:
+        near = get_close_matches(unknown[0], [f"--{option.name}" for part in parts for option in fields(part)], n=1)
+        raise ValueError(f"There is no option {unknown[0]}." + (f" Did you mean {near[0]}?" if near else ""))
+    script_args, args, model_args = parts
     if args.use_cpu:
         _cpu.use_all_cores()
     return script_args, args, model_args

@@ -160,6 +160,14 @@ def test_no_secret_and_no_path_is_among_them() -> None:
     assert differences(args) == {"adv_estimator": {"name": "grpo"}, "loss_fn": {"reference_policy_kl_penalty": 0.0}}
 
 
+def test_what_decides_how_old_a_rollout_gets_is_among_them() -> None:
+    on_policy = config(gradient_accumulation_steps=4, lr_scheduler_type="constant")
+    assert "steps_per_generation" not in differences(on_policy)
+    twice = config(gradient_accumulation_steps=4, steps_per_generation=8, mask_truncated_completions=True)
+    assert {"steps_per_generation": 8, "mask_truncated_completions": True}.items() <= differences(twice).items()
+    assert yaml.safe_load(yaml.safe_dump(differences(on_policy)))["lr_scheduler_type"] == "constant"
+
+
 # The data set
 
 
@@ -206,6 +214,8 @@ def test_the_card_is_written_on_save(tiny_model: str, tmp_path: Path) -> None:
         "## Citations",
     ]
     for line in (
+        f"This model is a fine-tuned version of `{Path(tiny_model).name}`.",
+        'pipeline("text-generation", model="my-run"',
         "trained with GDPO and the DAPO loss, a method introduced in [GDPO: Group reward-Decoupled",
         "- Advantages: [GDPO](https://arxiv.org/abs/2601.05242)",
         "- Loss: [DAPO](https://arxiv.org/abs/2503.14476)\n",

@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import gdpo_math
 import pytest
 import torch
 from page import Page
 from tiny import save_tiny_model
+from tiny_env import quiet
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_grpo_ext import GRPOExtConfig
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "gdpo_math.py"
 COMPONENTS = {"reward/correctness", "reward/format", "reward/length"}
@@ -86,3 +91,42 @@ def test_an_adapter_on_a_local_data_set_from_a_yaml_file(tmp_path: Path) -> None
     run(out, "--config", str(tmp_path / "run.yaml"))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), out)
     assert adapted.peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--adv_estimtor", "grpo"], r"There is no option --adv_estimtor\. Did you mean --adv_estimator\?"),
+        (["--max_step", "2"], r"There is no option --max_step\. Did you mean --max_steps\?"),  # no abbreviation
+        (["gdpo"], r"There is no option gdpo\.$"),
+    ],
+)
+def test_an_option_that_is_not_there_is_refused_with_the_nearest(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gdpo_math.parse_arguments(gdpo_math.ScriptArguments, gdpo_math.DEFAULTS, words)
+
+
+@quiet
+def test_how_many_problems_are_held_out() -> None:
+    args = GRPOExtConfig(use_cpu=True, bf16=False, per_device_eval_batch_size=56, num_generations_eval=4)
+    assert [gdpo_math.whole_eval_batches(prompts, args) for prompts in (1, 14, 15)] == [14, 14, 28]
+    with pytest.raises(ValueError, match="--eval_prompts got 0, but the table before and after needs at least 1"):
+        gdpo_math.whole_eval_batches(0, args)
+    with pytest.raises(ValueError, match=r"Cannot hold out 14 of 8 problems\. --eval_prompts is rounded up to whole"):
+        gdpo_math.hold_out(gdpo_math.arithmetic_problems(1)[:8], 14, seed=0)
+
+
+@pytest.mark.parametrize(("given", "resumed"), [("True", True), ("out/checkpoint-6", "out/checkpoint-6"), (None, None)])
+def test_resume_from_the_latest_checkpoint_by_a_flag(given: str | None, resumed: object) -> None:
+    class Resumed(Exception):
+        pass
+
+    class Trainer:
+        args = SimpleNamespace(resume_from_checkpoint=given)
+
+        def train(self, resume_from_checkpoint: object) -> None:
+            raise Resumed(resume_from_checkpoint)
+
+    with pytest.raises(Resumed) as seen:
+        gdpo_math.train_and_report(Trainer(), "tiny", 0.0)
+    assert seen.value.args == (resumed,)

@@ -16,7 +16,16 @@ from page import Page
 from tiny import save_tiny_model
 from tiny_env import PROMPTS, G, make_trainer, quiet
 
-from hf_grpo_ext.report import CHARACTERS_SHOWN, PANELS, Rollouts, component_figure, curve, draw, write_report
+from hf_grpo_ext.report import (
+    CHARACTERS_SHOWN,
+    PANELS,
+    Rollouts,
+    component_figure,
+    curve,
+    draw,
+    shown_groups,
+    write_report,
+)
 
 pytestmark = quiet
 METRICS_PAGE = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text()
@@ -70,9 +79,9 @@ def test_everything_that_it_is_given_is_on_the_page(tmp_path: Path) -> None:
         "component": "right",
         "mean, first": "0.25",
         "mean, last": "0.75",
-        "groups without signal": "-",
-        "share of the advantage": "0.5",
-        "lowest correlation": "-",
+        "groups without signal, last": "-",
+        "share of the advantage, last": "0.5",
+        "lowest correlation, last": "-",
     }
     assert brief[0] == "brief"
     # A diagram for each component, and for each metric that was logged.
@@ -316,6 +325,32 @@ def test_with_dynamic_sampling_it_shows_the_groups_that_were_kept(tiny_model: st
     assert rows.rewards["even"] == trained["reward/even"].tolist()
     assert all(int(prompt[0]) % 2 for prompt in rows.prompts)
     assert [rows.prompts[i : i + G] for i in (0, G)] == [[rows.prompts[i]] * G for i in (0, G)]
+
+
+def test_rollouts_without_signal_do_not_take_the_place_of_those_with_it(tiny_model: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def first_two_batches(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append(len(completion_ids))
+        return [float(i % 2 and len(calls) <= 2) for i in range(len(completion_ids))]
+
+    trainer = make_trainer(tiny_model, tmp_path, first_two_batches, max_steps=4)
+    trainer.train()
+    assert len(calls) == 4
+    assert trainer._last_rollouts.advantages == pytest.approx(trainer.scored[1]["advantages"].tolist())
+    assert "becomes more likely" in Page(trainer.write_report()).text
+
+
+def test_it_says_when_nothing_has_trained(tmp_path: Path) -> None:
+    page = written(tmp_path, rollouts=rollouts(["2", "3"], [0.0, 0.0], right=[1.0, 1.0]))
+    assert "None of them trains" in page.text
+    assert "becomes more likely" not in page.text
+
+
+def test_prompts_with_signal_come_first() -> None:
+    advantages = [0.0] * 10 + [0.5, -0.5]
+    batch = Rollouts([f"p{i // 2}" for i in range(12)], ["a"] * 12, {"right": [0.0] * 12}, advantages, group_size=2)
+    assert [group["prompt"] for group in shown_groups(batch)] == ["p5", "p0", "p1", "p2"]
 
 
 def test_one_process_writes_it(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
