@@ -234,7 +234,7 @@ def plot(study: dict, path: Path) -> None:
     axes = figure.subplots(len(units), len(COMPONENTS), squeeze=False, sharex=True, sharey="col")
     for (row, unit), (column, name) in product(enumerate(units), enumerate(COMPONENTS)):
         axis = axes[row, column]
-        axis.set_title(f"{name} (length in {unit})" if name == "length" else name, fontsize="medium")
+        axis.set_title(name, fontsize="medium")
         axis.set_xlabel("step" if row == len(units) - 1 else "")
         axis.set_ylabel(f"length reward in {unit}" if column == 0 else "")
         axis.grid(alpha=0.3)

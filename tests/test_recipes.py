@@ -46,6 +46,7 @@ BACKENDS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 RUN_BY = {
     "recipes/gdpo_math.py": "tests/test_recipe.py",
     "recipes/gdpo_gsm8k.py": "tests/test_recipes.py",
+    "recipes/study_gdpo_vs_grpo.py": "tests/test_study.py",
     "recipes/tool_use.py": "tests/test_recipes.py",
     **{f"recipes/methods/{name}.yaml": "tests/test_recipes.py" for name in METHODS},
     **{f"recipes/accelerate/{name}.yaml": "tests/test_backends.py" for name in BACKENDS},
