@@ -43,10 +43,10 @@ class Panel:
 
 PANELS = (
     Panel("Reward", ("reward",), "rises, then levels off", held_out=True),
-    Panel("Groups without signal", ("frac_reward_zero_std",), "0.1 to 0.6"),
+    Panel("Groups without signal", ("frac_reward_zero_std",), "below 0.6"),
     Panel("Entropy of the policy (nats)", ("entropy",), "falls slowly", held_out=True),
     Panel("Gradient norm", ("grad_norm",), "steady, within a factor of ten"),
-    Panel("Loss (nats)", ("loss",), "near 0 on-policy"),
+    Panel("Loss (nats)", ("loss",), "any value on-policy"),
     Panel("Share of tokens clipped", ("clip_fraction_low", "clip_fraction_high"), "0 on-policy; up to 0.2 off-policy"),
     Panel("Policy ratio", ("probs_ratio", "probs_ratio_min", "probs_ratio_max"), "mean within 0.01 of 1"),
     Panel("KL to the reference (nats)", ("kl",), "0 at the first step, rises slowly, below 1"),
@@ -56,7 +56,7 @@ PANELS = (
     Panel("Rows not computed", ("frac_rows_skipped",)),
     Panel("Rounds of dynamic sampling", ("dynamic_sampling/rounds",), "1 to 3"),
     Panel("Completion length (tokens)", ("completions/mean_length", "completions/max_length"), held_out=True),
-    Panel("Completions cut off", ("completions/clipped_ratio",), held_out=True),
+    Panel("Completions cut off", ("completions/clipped_ratio",), "below 0.2", held_out=True),
 )
 
 
@@ -97,12 +97,18 @@ def write_report(
         objective: what was trained, as `explain` prints it.
         log_history: the log entries, as `trainer.state.log_history` has them; each with its `step`.
         facts: what is said of the run in its head, name -> value.
-        tables: title -> rows, each column -> value; shown as they are.
+        tables: title -> rows, each column -> value; numbers are shown with four digits.
         rollouts: a generation batch, of which some are shown; best one that has advantages.
 
     Returns:
         The path. Without matplotlib the page has no curves, and says so.
+
+    Raises:
+        TypeError: a table is no list of rows.
     """
+    for name, rows in (tables or {}).items():
+        if isinstance(rows, (str, Mapping)) or not all(isinstance(row, Mapping) for row in rows):
+            raise TypeError(f"The table {name!r} is {rows!r}: a table is a list of rows, each a dict, column -> value.")
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,

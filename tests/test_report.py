@@ -353,6 +353,19 @@ def test_prompts_with_signal_come_first() -> None:
     assert [group["prompt"] for group in shown_groups(batch)] == ["p5", "p0", "p1", "p2"]
 
 
+def test_a_number_of_a_table_has_four_digits(tmp_path: Path) -> None:
+    page = written(tmp_path, tables={"Mine": [{"what": "x", "value": 0.2659374885, "count": 12, "none": None}]})
+    assert page.tables[0][1] == ["x", "0.2659", "12", "-"]
+
+
+@pytest.mark.parametrize("table", [{"a": 1}, "a", ["a"]])
+def test_a_table_is_a_list_of_rows(table: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match="The table 'Mine' is .*: a table is a list of rows, each a dict, column -> value"
+    ):
+        written(tmp_path, tables={"Mine": table})
+
+
 def test_one_process_writes_it(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny_model, tmp_path, score)
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
