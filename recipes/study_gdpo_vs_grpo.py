@@ -261,7 +261,7 @@ def report(study: dict, folder: Path) -> None:
 
 
 # The study decides these; everything else is the same in every run of it.
-DECIDED = {"methods", "seeds", "length_units", "seed", "adv_estimator", "output_dir", "data_seed"}
+DECIDED = {"methods", "seeds", "length_units", "seed", "adv_estimator", "output_dir"}
 
 
 def settings_of(*parts: object) -> dict[str, str]:
@@ -277,7 +277,10 @@ def settings_of(*parts: object) -> dict[str, str]:
 
 def machine() -> str:
     if torch.accelerator.is_available():
-        return f"{torch.accelerator.device_count()} x {torch.cuda.get_device_name()}"
+        kind = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else torch.accelerator.current_accelerator().type
+        )
+        return f"{torch.accelerator.device_count()} x {kind}"
     return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads"
 
 
