@@ -105,10 +105,15 @@ def write_report(
 
     Raises:
         TypeError: a table is no list of rows.
+        ValueError: a row of it has columns that its first one has not.
     """
     for name, rows in (tables or {}).items():
-        if isinstance(rows, (str, Mapping)) or not all(isinstance(row, Mapping) for row in rows):
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, Mapping) for row in rows):
             raise TypeError(f"The table {name!r} is {rows!r}: a table is a list of rows, each a dict, column -> value.")
+        if odd := next((row for row in rows if row.keys() - rows[0].keys()), None):
+            raise ValueError(
+                f"The table {name!r} has the columns {list(rows[0])} in its first row, and {list(odd)} later."
+            )
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,

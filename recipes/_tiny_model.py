@@ -1,7 +1,8 @@
 """A language model of 80,000 parameters, made in half a minute, that answers arithmetic carelessly.
 
 Reinforcement learning needs a model that succeeds now and then. One answer in two of this one begins with 4 to 9 dots,
-and is then right four times in five; without them it is right once in ten. One in three goes on after the answer.
+and is then right four times in five; without them it is right once in ten, though it has seen every right answer. One
+in three goes on after the answer.
 
     8+5<answer>12</answer>      8+5......<answer>13</answer>..
 """

@@ -291,7 +291,8 @@ def component_means(logs: dict, prefix: str) -> dict[str, float]:
     return {
         key.removeprefix(prefix).removesuffix("/mean"): value
         for key, value in logs.items()
-        if key.startswith(prefix) and key.endswith("/mean") and value is not None
+        # A correlation with a component that is called "mean" ends so too, but has no std.
+        if key.startswith(prefix) and key.endswith("/mean") and f"{key[:-5]}/std" in logs and value is not None
     }
 
 
@@ -376,7 +377,7 @@ def report(trainer: GRPOExtTrainer, model_name: str, seconds: float) -> None:
 
 def train_and_report(trainer: GRPOExtTrainer, model_name: str, start: float, dataset_name: str | None = None) -> None:
     resume = trainer.args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     trainer.evaluate()
     trainer.save_model(trainer.args.output_dir)
     on_hub = dataset_name is not None and not Path(dataset_name).is_file()
@@ -400,7 +401,9 @@ def parse_arguments(script_arguments: type, defaults: dict, words: list[str] | N
     parser.set_defaults_with_config(**defaults, **_cpu.defaults())
     *parts, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
     if unknown:
-        near = get_close_matches(unknown[0], [f"--{option.name}" for part in parts for option in fields(part)], n=1)
+        near = get_close_matches(
+            unknown[0].partition("=")[0], [f"--{option.name}" for part in parts for option in fields(part)], n=1
+        )
         raise ValueError(f"There is no option {unknown[0]}." + (f" Did you mean {near[0]}?" if near else ""))
     script_args, args, model_args = parts
     if args.use_cpu:

@@ -104,6 +104,9 @@ class StudyArguments(ScriptArguments):
 
     def __post_init__(self):
         """Refuse what cannot be compared."""
+        self.methods, self.seeds, self.length_units = (
+            list(dict.fromkeys(given)) for given in (self.methods, self.seeds, self.length_units)
+        )
         for name, given, known in (("methods", self.methods, METHODS), ("length_units", self.length_units, UNITS)):
             if not given or not set(given) <= set(known):
                 raise ValueError(f"--{name} got {given}, but takes some of {list(known)}.")
@@ -156,7 +159,7 @@ def run(method: str, unit: str, seed: int, model: str) -> dict:
     trainer.remove_callback(PrinterCallback)
     start = time.perf_counter()
     trainer.train()
-    trainer.evaluate()
+    trainer.evaluate()  # the last step may lie between two evaluations; where it does not, this one counts
     seconds = time.perf_counter() - start
     curve = {
         entry["step"]: means
@@ -275,25 +278,43 @@ def settings_of(*parts: object) -> dict[str, str]:
     return found
 
 
-def machine() -> str:
-    if torch.accelerator.is_available():
-        kind = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else torch.accelerator.current_accelerator().type
+def machine(on_cpu: bool) -> str:
+    if on_cpu:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads"
+    kind = torch.accelerator.current_accelerator().type
+    name = torch.cuda.get_device_name() if kind == "cuda" else kind
+    return f"{torch.accelerator.device_count()} x {name}"
+
+
+def refuse(script_args: StudyArguments, args: GRPOExtConfig, model: str | None) -> None:
+    """Raise where a setting would be taken from the study, or spoil it."""
+    if args.adv_estimator != AdvEstimatorConfig() or args.seed != GRPOExtConfig.seed:
+        raise ValueError(
+            "The study sets the seed and the estimator: use --seeds and --methods instead, and no file that sets them."
         )
-        return f"{torch.accelerator.device_count()} x {kind}"
-    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads"
+    if args.resume_from_checkpoint:
+        raise ValueError(
+            "The study goes on by itself after the last run that has finished: no --resume_from_checkpoint."
+        )
+    if script_args.length_budget >= args.max_completion_length:
+        raise ValueError(
+            f"--length_budget {script_args.length_budget} must be below --max_completion_length "
+            f"{args.max_completion_length}: else there are no tokens to save."
+        )
+    if script_args.dataset_name and model is None:
+        raise ValueError("The tiny model knows arithmetic alone: --dataset_name needs --model_name_or_path.")
 
 
 def main() -> None:
     script_args, args, model_args = arguments()
-    if args.adv_estimator != AdvEstimatorConfig() or args.seed != GRPOExtConfig.seed:
-        raise ValueError("The study sets the seed and the estimator: use --seeds and --methods instead.")
+    refuse(script_args, args, model_args.model_name_or_path)
     folder, state = Path(args.output_dir), PartialState()
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     settings = settings_of(script_args, args, model_args)
     model = model_args.model_name_or_path
     if model is None:
-        model = str(folder / "model")
+        model = str(folder / f"model_{script_args.max_operand}")
         with state.local_main_process_first():
             if not (Path(model) / "tokenizer.json").exists():  # saved last
                 print("Making a tiny model, which takes half a minute.")
@@ -316,7 +337,7 @@ def main() -> None:
             raise ValueError(f"{file} was made with other settings ({differ}): use another --output_dir.")
     study = {
         "command": shlex.join(["python", "recipes/study_gdpo_vs_grpo.py", *sys.argv[1:]]),
-        "machine": machine(),
+        "machine": machine(args.use_cpu),
         "versions": {module.__name__: module.__version__ for module in (hf_grpo_ext, trl, transformers, torch)},
         "model": model_args.model_name_or_path or "tiny",
         "settings": settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,26 @@ def test_how_many_problems_are_held_out() -> None:
         gdpo_math.hold_out(gdpo_math.arithmetic_problems(1)[:8], 14, seed=0)
 
 
-@pytest.mark.parametrize(("given", "resumed"), [("True", True), ("out/checkpoint-6", "out/checkpoint-6"), (None, None)])
+def test_the_held_out_problems_share_no_pair_with_the_others_and_depend_on_the_seed() -> None:
+    problems = gdpo_math.arithmetic_problems(9)
+    splits = [gdpo_math.hold_out(problems, 56, seed) for seed in (1, 2)]
+    for train, held_out in splits:
+        assert len(held_out) == 56
+        pairs = [{tuple(sorted(re.findall(r"\d+", p["question"]))) for p in part} for part in (train, held_out)]
+        assert not pairs[0] & pairs[1]
+    assert splits[0][1] != splits[1][1]
+    assert gdpo_math.hold_out(problems, 56, 1) == splits[0]
+
+
+def test_a_correlation_is_no_component() -> None:
+    logs = {"rewards/mean/mean": 0.5, "rewards/mean/std": 0.1, "rewards/correlation/a/mean": 0.25}
+    assert gdpo_math.component_means(logs, "rewards/") == {"mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "resumed"),
+    [("True", True), ("true", True), ("False", None), ("out/checkpoint-6", "out/checkpoint-6"), (None, None)],
+)
 def test_resume_from_the_latest_checkpoint_by_a_flag(given: str | None, resumed: object) -> None:
     class Resumed(Exception):
         pass

@@ -88,6 +88,28 @@ def test_everything_that_it_is_given_is_on_the_page(tmp_path: Path) -> None:
     assert len(page.images) == 2 + len(["reward", "frac_reward_zero_std", "loss"])
 
 
+def test_the_summary_has_the_last_values_and_the_lowest_correlation() -> None:
+    def entry(step: int, mean: float, without: float, with_b: float, with_c: float) -> dict[str, float]:
+        of_a = {"rewards/a/mean": mean, "rewards/a/std": 0.1, "rewards/a/frac_groups_without_signal": without}
+        return {"step": step, **of_a, "rewards/correlation/a/b": with_b, "rewards/correlation/a/c": with_c}
+
+    log = [entry(1, 0.25, 0.9, 0.5, -0.7), entry(2, 0.5, 0.3, -0.1, 0.2)]
+    assert component_summary(log, "a", ["a", "b", "c"]) == {
+        "component": "a",
+        "mean, first": 0.25,
+        "mean, last": 0.5,
+        "groups without signal, last": 0.3,
+        "share of the advantage, last": None,
+        "lowest correlation, last": "-0.1 with b",
+    }
+
+
+def test_what_becomes_more_likely_is_marked_up(tmp_path: Path) -> None:
+    page = written(tmp_path, rollouts=rollouts(["2", "3", "4"], [-0.75, 0.0, 0.75], right=[0.0, 0.5, 1.0]))
+    marks = [attrs["class"].split() for _, attrs in page.elements if attrs.get("class", "").startswith("rollout")]
+    assert marks == [["rollout", "up"], ["rollout"], ["rollout", "down"]]
+
+
 def test_it_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     page = written(tmp_path, log_history=history(["right"]))
     assert page.images
@@ -354,11 +376,19 @@ def test_prompts_with_signal_come_first() -> None:
 
 
 def test_a_number_of_a_table_has_four_digits(tmp_path: Path) -> None:
-    page = written(tmp_path, tables={"Mine": [{"what": "x", "value": 0.2659374885, "count": 12, "none": None}]})
-    assert page.tables[0][1] == ["x", "0.2659", "12", "-"]
+    row = {"what": "x", "value": 0.2659374885, "count": 123456, "none": None, "done": True}
+    page = written(tmp_path, tables={"Mine": [row, dict(reversed(row.items())), {"what": "y"}]})
+    assert page.tables[0][1:] == [["x", "0.2659", "123456", "-", "True"]] * 2 + [["y", "-", "-", "-", "-"]]
 
 
-@pytest.mark.parametrize("table", [{"a": 1}, "a", ["a"]])
+def test_a_later_row_has_no_other_columns(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"The table 'Mine' has the columns \['a'\] in its first row, and \['a', 'c'\] later"
+    ):
+        written(tmp_path, tables={"Mine": [{"a": 1}, {"a": 1, "c": 4}]})
+
+
+@pytest.mark.parametrize("table", [{"a": 1}, "a", ["a"], None])
 def test_a_table_is_a_list_of_rows(table: Any, tmp_path: Path) -> None:
     with pytest.raises(
         TypeError, match="The table 'Mine' is .*: a table is a list of rows, each a dict, column -> value"
@@ -385,10 +415,13 @@ def test_the_numbers_of_the_recipe_are_those_of_its_summary(
         tiny_model, tmp_path, score, trainer={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS})}
     )
     trainer.train()
-    means = {"correctness": (0.123456, 0.6543219), "format": (1.0, 1.0), "length": (0.5, 0.333333)}
+    # Before, on the way and after: the table has the first and the last.
+    means = {"correctness": (0.123456, 0.9, 0.6543219), "format": (1.0, 0.0, 1.0), "length": (0.5, 0.25, 0.333333)}
     evaluations = [
-        {"step": step, **{f"eval_rewards/{name}/mean": pair[place] for name, pair in means.items()}}
-        for place, step in enumerate((0, 1))
+        {"step": step}
+        | {f"eval_rewards/{name}/mean": at[step] for name, at in means.items()}
+        | {f"eval_rewards/{name}/std": 0.1 for name in means}
+        for step in range(3)
     ]
     trainer.state.log_history += evaluations
     gdpo_math.report(trainer, "tiny", seconds=1.0)
@@ -401,3 +434,4 @@ def test_the_numbers_of_the_recipe_are_those_of_its_summary(
         assert float(after) == summary["after"][name]
         assert float(change) == pytest.approx(summary["after"][name] - summary["before"][name], abs=1e-9)
     assert summary["before"]["reward/correctness"] == 0.1235
+    assert summary["after"]["reward/correctness"] == 0.6543

@@ -13,9 +13,11 @@ import _tiny_model
 import pytest
 import study_gdpo_vs_grpo as study
 import torch
-from gdpo_math import arithmetic_problems
+from gdpo_math import arithmetic_problems, make_trainer
 from tiny_env import quiet
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_grpo_ext import AdvEstimatorConfig
 
 ROOT = Path(__file__).parent.parent
 RECORDED = json.loads((ROOT / "benchmarks" / "study_gdpo_vs_grpo.json").read_text())
@@ -67,6 +69,23 @@ def test_the_tiny_model_learns_to_answer_in_tags(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("-12<answer>", add_special_tokens=False)["input_ids"]) == "-12<answer>"
 
 
+def test_the_tiny_model_is_the_same_every_time(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        _tiny_model.make_tiny_model(folder, arithmetic_problems(2), steps=3, batch_size=4)
+    assert (folders[0] / "model.safetensors").read_bytes() == (folders[1] / "model.safetensors").read_bytes()
+
+
+def test_the_methods_are_those_of_the_papers() -> None:
+    assert {name: method["name"] for name, method in study.METHODS.items()} == {name: name for name in study.METHODS}
+    assert not any(study.METHODS[name]["use_leave_one_out_baseline"] for name in ("grpo", "gdpo"))
+
+
+def test_what_is_named_twice_counts_once() -> None:
+    given = study.StudyArguments(seeds=[1, 1, 2], methods=["gdpo", "gdpo"], length_units=["share", "share"])
+    assert (given.seeds, given.methods, given.length_units) == ([1, 2], ["gdpo"], ["share"])
+
+
 # How it counts
 
 
@@ -95,9 +114,12 @@ def test_the_table_has_means_intervals_and_differences_at_equal_seeds() -> None:
     [
         (["--methods", "grpo", "ppo"], r"--methods got \['grpo', 'ppo'\], but takes some of \['grpo', 'gdpo', 'rein"),
         (["--length_units", "words"], r"--length_units got \['words'\], but takes some of \['share', 'tokens'\]"),
-        (["--seeds", "7", "7"], r"--seeds got \[7, 7\], but a confidence interval needs two different seeds"),
+        (["--seeds", "7", "7"], r"--seeds got \[7\], but a confidence interval needs two different seeds"),
         (["--seed", "3"], "The study sets the seed and the estimator: use --seeds and --methods"),
         (["--adv_estimator", "gdpo"], "The study sets the seed and the estimator: use --seeds and --methods"),
+        (["--resume_from_checkpoint", "True"], "goes on by itself after the last run that has finished"),
+        (["--length_budget", "24"], "--length_budget 24 must be below --max_completion_length 24"),
+        (["--dataset_name", "mine.jsonl"], "--dataset_name needs --model_name_or_path"),
     ],
 )
 @quiet
@@ -126,6 +148,13 @@ def test_a_study_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path:
         result: dict[str, Any] = json.loads((tmp_path / "study.json").read_text())
         return result
 
+    trainers = []
+
+    def kept_trainer(*parts: Any) -> Any:
+        trainers.append(make_trainer(*parts))
+        return trainers[-1]
+
+    monkeypatch.setattr(study, "make_trainer", kept_trainer)
     monkeypatch.setattr(study, "make_tiny_model", hardly_trained)
     monkeypatch.setattr(_cpu, "use_all_cores", lambda: None)
     first = start("--seeds", "1", "2", "--length_units", "tokens", "--methods", "gdpo")
@@ -137,6 +166,15 @@ def test_a_study_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert {(run["method"], run["seed"]) for run in second["runs"]} == {
         (method, seed) for method in ("gdpo", "reinforce_plus_plus") for seed in (1, 2)
     }
+    assert [trainer.state.global_step for trainer in trainers] == [2] * 4
+    trained_with = [(trainer.args.seed, trainer.args.adv_estimator) for trainer in trainers]
+    gdpo, plus_plus = (
+        AdvEstimatorConfig(name="gdpo", use_leave_one_out_baseline=False),
+        AdvEstimatorConfig(name="reinforce_plus_plus"),
+    )
+    assert trained_with == [(1, gdpo), (2, gdpo), (1, plus_plus), (2, plus_plus)]
+    held_out = [trainer.eval_dataset["prompt"][:] for trainer in trainers]
+    assert held_out[0] == held_out[2] != held_out[1] == held_out[3]  # the data of a seed are those of every method
     for run in second["runs"]:
         assert run["steps"] == [0, 1, 2]
         assert all(0 <= value <= 1 for name in study.COMPONENTS for value in run[name])
