@@ -21,6 +21,7 @@ from hf_grpo_ext.report import (
     PANELS,
     Rollouts,
     component_figure,
+    component_summary,
     curve,
     draw,
     shown_groups,
