@@ -14,15 +14,19 @@ def defaults() -> dict:
     return {"use_cpu": True, "bf16": torch.cpu._is_avx512_bf16_supported()} if on_cpu else {}
 
 
+def cores() -> int:
+    """The cores that this machine grants."""
+    granted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(granted, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup, or no limit in it
+        return granted
+
+
 def use_all_cores() -> None:
     """Share the cores this machine grants among the local processes."""
     # One thread is what `accelerate launch` sets where nobody chose a number.
     if os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no cgroup, or no limit in it
-        pass
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -35,6 +35,7 @@ from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from hf_grpo_ext import GRPOExtConfig, GRPOExtTrainer
+from hf_grpo_ext.report import component_names
 
 # --- Data -------------------------------------------------------------------------------------------------------------
 
@@ -223,11 +224,15 @@ class ComponentBar(ProgressCallback):
             self.training_bar.set_postfix(means)
 
 
-def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args: ModelConfig) -> GRPOExtTrainer:
+def problems_of(script_args: ScriptArguments) -> tuple[list[dict], tuple[str, str]]:
+    """Return the problems that were asked for, and the worked example that goes before each."""
     if script_args.dataset_name:
-        problems, example = dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
-    else:
-        problems, example = arithmetic_problems(script_args.max_operand), ARITHMETIC_EXAMPLE
+        return dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
+    return arithmetic_problems(script_args.max_operand), ARITHMETIC_EXAMPLE
+
+
+def build_trainer(script_args: ScriptArguments, args: GRPOExtConfig, model_args: ModelConfig) -> GRPOExtTrainer:
+    problems, example = problems_of(script_args)
     train, held_out = hold_out(problems, whole_eval_batches(script_args.eval_prompts, args), args.seed)
     reward = make_reward(script_args.length_budget, args.max_completion_length)
     return make_trainer(reward, to_dataset(train, example), to_dataset(held_out, example), args, model_args)
@@ -288,12 +293,8 @@ def make_trainer(
 
 def component_means(logs: dict, prefix: str) -> dict[str, float]:
     """Pick the mean of each reward component, `<prefix><name>/mean`, out of one entry of the log."""
-    return {
-        key.removeprefix(prefix).removesuffix("/mean"): value
-        for key, value in logs.items()
-        # A correlation with a component that is called "mean" ends so too, but has no std.
-        if key.startswith(prefix) and key.endswith("/mean") and f"{key[:-5]}/std" in logs and value is not None
-    }
+    means = {name: logs.get(f"{prefix}{name}/mean") for name in component_names([logs])}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def before_and_after(before: dict, after: dict) -> list[dict]:

@@ -20,7 +20,6 @@ decides: the seed and the estimator.
 """
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -30,23 +29,22 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
+import _cpu
 import torch
 import transformers
 import trl
 from _tiny_model import make_tiny_model
 from accelerate import PartialState
 from gdpo_math import (
-    ARITHMETIC_EXAMPLE,
-    WORD_PROBLEM_EXAMPLE,
     ScriptArguments,
     arithmetic_problems,
     component_means,
-    dataset_problems,
     hold_out,
     length_score,
     make_reward,
     make_trainer,
     parse_arguments,
+    problems_of,
     to_dataset,
     whole_eval_batches,
 )
@@ -110,7 +108,7 @@ class StudyArguments(ScriptArguments):
         for name, given, known in (("methods", self.methods, METHODS), ("length_units", self.length_units, UNITS)):
             if not given or not set(given) <= set(known):
                 raise ValueError(f"--{name} got {given}, but takes some of {list(known)}.")
-        if len(set(self.seeds)) < 2:
+        if len(self.seeds) < 2:
             raise ValueError(f"--seeds got {self.seeds}, but a confidence interval needs two different seeds or more.")
 
 
@@ -176,12 +174,6 @@ def run(method: str, unit: str, seed: int, model: str) -> dict:
         "steps": list(curve),
         **{name: [round(means[name], 4) for means in curve.values()] for name in COMPONENTS},
     }
-
-
-def problems_of(script_args: StudyArguments) -> tuple[list[dict], tuple[str, str]]:
-    if script_args.dataset_name:
-        return dataset_problems(script_args), WORD_PROBLEM_EXAMPLE
-    return arithmetic_problems(script_args.max_operand), ARITHMETIC_EXAMPLE
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------
@@ -253,10 +245,11 @@ def plot(study: dict, path: Path) -> None:
 
 
 def report(study: dict, folder: Path) -> None:
+    text = table(study)
     (folder / "study.json").write_text(json.dumps(study) + "\n")
-    (folder / "study.md").write_text(table(study))
+    (folder / "study.md").write_text(text)
     plot(study, folder / "study.png")
-    Console().print(Markdown(table(study)))
+    Console().print(Markdown(text))
     print(f"study.json, study.md and study.png are in {folder}.")
 
 
@@ -280,8 +273,7 @@ def settings_of(*parts: object) -> dict[str, str]:
 
 def machine(on_cpu: bool) -> str:
     if on_cpu:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return f"{platform.machine()}, {cores} cores, {torch.get_num_threads()} threads"
+        return f"{platform.machine()}, {_cpu.cores()} cores, {torch.get_num_threads()} threads"
     kind = torch.accelerator.current_accelerator().type
     name = torch.cuda.get_device_name() if kind == "cuda" else kind
     return f"{torch.accelerator.device_count()} x {name}"

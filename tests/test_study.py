@@ -168,10 +168,8 @@ def test_a_study_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path:
     }
     assert [trainer.state.global_step for trainer in trainers] == [2] * 4
     trained_with = [(trainer.args.seed, trainer.args.adv_estimator) for trainer in trainers]
-    gdpo, plus_plus = (
-        AdvEstimatorConfig(name="gdpo", use_leave_one_out_baseline=False),
-        AdvEstimatorConfig(name="reinforce_plus_plus"),
-    )
+    gdpo = AdvEstimatorConfig(name="gdpo", use_leave_one_out_baseline=False)
+    plus_plus = AdvEstimatorConfig(name="reinforce_plus_plus")
     assert trained_with == [(1, gdpo), (2, gdpo), (1, plus_plus), (2, plus_plus)]
     held_out = [trainer.eval_dataset["prompt"][:] for trainer in trainers]
     assert held_out[0] == held_out[2] != held_out[1] == held_out[3]  # the data of a seed are those of every method
